@@ -62,7 +62,7 @@ STATIC = Recipe(name="mine", input=CastRecipe(scaling="static", static_scale=2.0
         (UNLIKE, r"in the matmul 'grad_input' its weight has policy.power_of_2=True, where they would have False"),
         (STATIC, r"its input has scaling='static'"),
         ("delayed", "Unknown recipe 'delayed'. Use one of tensorwise"),
-        (16, "scaling must be a DelayedScaling, a CurrentScaling, a Recipe"),
+        (16, "A recipe is a name"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_its_field(choice, message):

@@ -16,7 +16,8 @@ A plugin that fails is reported, not raised: one broken plugin must not hide the
 import dataclasses
 import importlib.metadata
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from fp8_common import __version__
 from fp8_common._machine import Machine, first_line
@@ -24,7 +25,7 @@ from fp8_common.errors import Fp8Error, Fp8UnsupportedError
 from fp8_common.hardware import Path
 from fp8_common.policy import Record
 
-__all__ = ["Machine", "PluginInfo", "Record", "check_version"]
+__all__ = ["Machine", "PluginInfo", "Record", "check_version", "extra"]
 
 
 _log = logging.getLogger(__name__)
@@ -96,6 +97,25 @@ def version_conflict(name: str, version: str) -> str | None:
         f"{name} {version} needs fp8-common {version}, but fp8-common {__version__} is installed. "
         f"Install one version of both: python -m pip install {name}=={version} fp8-common=={version}"
     )
+
+
+@contextmanager
+def extra(requirement: str, module: str) -> Iterator[None]:
+    """Say which extra is missing if an import in the block of this context fails.
+
+    Args:
+        requirement: What to install.
+        module: What needs it.
+
+    Raises:
+        ModuleNotFoundError: Something is not installed, with the line for pip.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{module} needs {error.name}, which is not installed. Run: pip install '{requirement}'", name=error.name
+        ) from None
 
 
 def check_version(name: str, version: str) -> None:

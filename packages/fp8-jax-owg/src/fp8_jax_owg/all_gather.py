@@ -7,6 +7,7 @@ the parameter's own dtype.
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 from jax import lax
@@ -21,8 +22,6 @@ from fp8_jax_owg.dots.product import Fp8Param, as_codes, as_operand, current_sca
 from fp8_jax_owg.scaling import Scaling, ScalingChoice
 from fp8_jax_owg.state.cotangents import first_order_only
 from fp8_jax_owg.state.live import observation, scales_of
-
-AxisNames = str | Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +59,7 @@ class _Gather:
 
 def fp8_all_gather(
     x: ArrayLike,
-    axis_name: AxisNames | None = None,
+    axis_name: str | Sequence[str] | None = None,
     *,
     axis: int = 0,
     sharding: NamedSharding | None = None,
@@ -98,9 +97,7 @@ def fp8_all_gather(
         raise Fp8Error("fp8_all_gather needs scale and amax_history together, for delayed scaling.")
     array = as_operand(x, "x")
     refuse_explicit_axes("fp8_all_gather", array)
-    meta = None
-    if scale is not None and amax_history is not None:
-        meta = {"kernel_scale": scale, "kernel_amax_history": amax_history}
+    meta: Any = None if scale is None else {"kernel_scale": scale, "kernel_amax_history": amax_history}
     found, live = match_state(meta, scaling, ("kernel",))
     if found.by_row:
         raise Fp8Error('fp8_all_gather has one scale per parameter: use CurrentScaling(granularity="tensor").')

@@ -4,11 +4,10 @@ Layers fall back to wider matmuls and gathers without a word when a rule misses 
 These functions look, raise, and return what they saw.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,8 +22,7 @@ _SHAPE = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,]*)\]")
 _COLLECTIVE = re.compile(r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Dot:
+class Dot(NamedTuple):
     """A product that was traced.
 
     Attributes:
@@ -50,8 +48,7 @@ class Dot:
         return FLOAT8.issuperset(self.operands)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Collective:
+class Collective(NamedTuple):
     """A collective operation of a compiled program.
 
     Attributes:
@@ -78,17 +75,12 @@ def find_dots(fn: Callable[..., Any], *args: Any) -> list[Dot]:
         fn: Any traceable function; pass the gradient of a loss to see the backward products too.
         *args: Its arguments; `jax.ShapeDtypeStruct` will do.
     """
-    return [
-        Dot(
-            primitive=equation.primitive.name,
-            operands=(lhs.dtype, rhs.dtype),
-            shapes=(lhs.shape, rhs.shape),
-            result=equation.outvars[0].aval.dtype,
-        )
-        for equation in _equations(jax.make_jaxpr(fn)(*args).jaxpr)
-        if equation.primitive.name in PRODUCTS
-        for lhs, rhs in [[variable.aval for variable in equation.invars[:2]]]
-    ]
+    found = []
+    for equation in _equations(jax.make_jaxpr(fn)(*args)):
+        if equation.primitive.name in PRODUCTS:
+            a, b, result = (variable.aval for variable in (*equation.invars[:2], equation.outvars[0]))
+            found.append(Dot(equation.primitive.name, (a.dtype, b.dtype), (a.shape, b.shape), result.dtype))
+    return found
 
 
 def assert_fp8_dots(fn: Callable[..., Any], *args: Any, others: int = 0) -> list[Dot]:
@@ -124,9 +116,10 @@ def find_collectives(compiled: Any) -> list[Collective]:
     found = []
     for match in _COLLECTIVE.finditer(text):
         # An asynchronous gather has a tuple as result, its operand in it: the largest array is what arrives.
-        for dtype in dict.fromkeys(dtype for dtype, _ in _SHAPE.findall(match["result"])):
-            sizes = [_elements(dims) for name, dims in _SHAPE.findall(match["result"]) if name == dtype]
-            found.append(Collective(kind=match["kind"], dtype=dtype, elements=max(sizes)))
+        largest: dict[str, int] = {}
+        for dtype, dims in _SHAPE.findall(match["result"]):
+            largest[dtype] = max(largest.get(dtype, 0), math.prod(int(n) for n in dims.split(",") if n))
+        found += [Collective(match["kind"], dtype, elements) for dtype, elements in largest.items()]
     return found
 
 
@@ -155,19 +148,11 @@ def assert_fp8_collectives(compiled: Any, *, allow_elements: int = 0) -> list[Co
     return found
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield every equation of a jaxpr and of those inside it."""
-    for equation in jaxpr.eqns:
+def _equations(program: Any) -> Iterator[Any]:
+    """Yield every equation of a program and of those inside it."""
+    is_program = lambda x: hasattr(x, "eqns")  # noqa: E731
+    for equation in program.eqns:
         yield equation
         # Loops and calls keep their programs among the parameters, conditions a tuple of them.
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(inner):
-                yield from _equations(getattr(inner, "jaxpr", inner))
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
-
-
-def _elements(dims: str) -> int:
-    return math.prod(int(n) for n in dims.split(",") if n)
+        for inner in filter(is_program, jax.tree.leaves(list(equation.params.values()), is_leaf=is_program)):
+            yield from _equations(inner)

@@ -18,7 +18,7 @@ from fp8_common import Fp8Error
 from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.cotangents import check_float32, first_order_only, is_shared, share_leaf
 from fp8_jax_owg.state.live import Live, in_gradient, is_at_rest, is_live, make_live
-from fp8_jax_owg.state.moves import CannotCombineError, arrays_alone, combining, plain
+from fp8_jax_owg.state.moves import arrays_alone, combining, plain
 from fp8_jax_owg.state.pairs import find_pairs, owg_flags, take
 
 _log = logging.getLogger(__name__)
@@ -69,11 +69,6 @@ def value_and_grad(
             failed = error
         try:
             return attempt(moves=True)
-        except CannotCombineError as error:
-            raise Fp8Error(
-                f"The loss cannot be differentiated, because {error}. Take the state out before it with "
-                "fp8_jax_owg.read, for a single use, or write the loop with lax.scan or lax.fori_loop."
-            ) from None
         except Fp8Error:
             raise
         except Exception:

@@ -11,18 +11,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-try:
+from fp8_common.plugin import extra
+
+with extra("fp8-jax-owg[optax]", __name__):
     import optax
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"fp8_jax_owg.optax needs {error.name}, which is not installed. Run: pip install 'fp8-jax-owg[optax]'",
-        name=error.name,
-    ) from None
 
 from fp8_common import Fp8Error
 from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.pairs import merge, split
-from fp8_jax_owg.step import init_accumulator
+from fp8_jax_owg.step import init_accumulator, where_step_valid
 
 __all__ = ["MultiSteps", "MultiStepsState", "bypass_owg"]
 
@@ -51,9 +48,8 @@ def bypass_owg(inner: optax.GradientTransformation) -> optax.GradientTransformat
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         parameters, overwritten = split(updates)
-        # optax lets callers leave params out, for optimizers that do not look at them.
-        known = None if params is None else split(params)[0]
-        changes, state = optimizer.update(parameters, state, known, **extra)
+        # optax lets callers leave params out, for optimizers that do not look at them: of None it is None
+        changes, state = optimizer.update(parameters, state, split(params)[0], **extra)
         return merge(changes, overwritten), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -99,16 +95,14 @@ class MultiSteps:
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, MultiStepsState]:
         """Return the updates, zero unless a step is due, and the next state."""
         parameters, overwritten = split(updates)
-        known = None if params is None else split(params)[0]
         # optax divides floats by its integer counter
         with jax.numpy_dtype_promotion("standard"):
-            changes, inner = self._parameters.update(parameters, state.parameters, known, **extra)
+            changes, inner = self._parameters.update(parameters, state.parameters, split(params)[0], **extra)
         seen = jax.tree.map(cotangents.meet, state.overwritten, overwritten)
         due = self._parameters.has_updated(inner)
         nothing = jax.tree.map(jnp.zeros_like, seen)
         # `due` is known only when the program runs: both are computed, and one is selected.
-        emitted = jax.tree.map(lambda a, b: jnp.where(due, a, b), seen, nothing)
-        kept = jax.tree.map(lambda a, b: jnp.where(due, b, a), seen, nothing)
+        emitted, kept = where_step_valid(due, (seen, nothing), (nothing, seen))
         return merge(changes, emitted), MultiStepsState(inner, kept)
 
     def has_updated(self, state: MultiStepsState) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from fp8_common import get_format
-from fp8_jax_owg.state.pairs import HISTORY, find_pairs, names_of, take
+from fp8_jax_owg.state.pairs import HISTORY, Pair, find_pairs, names_of, take
 
 ENCODED_ZERO = 2.0**-125
 """Above the magnitude of an encoded zero or subnormal."""
@@ -78,21 +78,18 @@ def report(variables: Any, previous: Any = None) -> OwgReport:
     return OwgReport(tensors=tuple(entries))
 
 
-Arrays = tuple[np.ndarray, np.ndarray]
-
-
-def _pairs(tree: Any) -> Iterator[tuple[str, Arrays]]:
+def _pairs(tree: Any) -> Iterator[tuple[str, Pair]]:
     """Yield name, scale [1] and history [L] of every tensor, stacked ones one by one."""
     found = jax.tree_util.tree_leaves_with_path(tree)
     for place in find_pairs(tree):
         scale, history = map(np.asarray, take([leaf for _, leaf in found], place))
         name = "/".join(names_of(found[place.history][0])).removesuffix(HISTORY)
         for index in np.ndindex(history.shape[:-1]):
-            yield name + (str(list(index)) if index else ""), (scale[index], history[index])
+            yield name + (str(list(index)) if index else ""), Pair(scale[index], history[index])
 
 
-def _entry(name: str, pair: Arrays, before: Arrays | None) -> TensorReport:
-    scale, history = float(pair[0].reshape(-1)[0]), pair[1]
+def _entry(name: str, pair: Pair, before: Pair | None) -> TensorReport:
+    scale, history = float(pair.scale.reshape(-1)[0]), pair.history
     amax, history_max = float(history[0]), float(history.max())
     # `scale` goes back from FP8, so the largest value of the format times it is the largest magnitude that fits.
     limit = get_format("e5m2" if "output_grad" in name.rsplit("/", 1)[-1] else "e4m3").max * scale
@@ -105,12 +102,12 @@ def _entry(name: str, pair: Arrays, before: Arrays | None) -> TensorReport:
         headroom=headroom,
         saturated=headroom < 0,
         observed=bool(history.any()) or scale != 1,
-        stale=None if before is None else bool((before[1] == history).all() and (before[0] == pair[0]).all()),
+        stale=None if before is None else all((one == other).all() for one, other in zip(before, pair, strict=True)),
         suspicion=_suspicion(pair, before),
     )
 
 
-def _suspicion(pair: Arrays, before: Arrays | None) -> str:
+def _suspicion(pair: Pair, before: Pair | None) -> str:
     scale, history = pair
     # the first that holds is told
     if not (np.isfinite(history).all() and np.isfinite(scale).all()):
@@ -126,7 +123,7 @@ def _suspicion(pair: Arrays, before: Arrays | None) -> str:
         return "a negative amax, which no step records: an optimizer, an average or a SUM has changed it"
     if not (scale > 0).all():
         return "a scale of zero: the gradient of an unused layer was taken for its next value"
-    return "" if before is None else _compare(history, before[1])
+    return "" if before is None else _compare(history, before.history)
 
 
 def _compare(history: np.ndarray, before: np.ndarray) -> str:

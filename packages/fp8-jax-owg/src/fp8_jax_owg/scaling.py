@@ -10,10 +10,10 @@ import numpy as np
 from fp8_common import CANONICAL, POWER_OF_2, CastRecipe, Format, Fp8Error, Recipe, ScalePolicy, get_recipe
 from fp8_common.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from fp8_common.plugin import Record
+from fp8_common.policy import HistoryAlgo
 from fp8_common.rules import Rule, Rules
 
 Fp8Format = Literal["HYBRID", "E4M3", "HYBRID_FNUZ", "E4M3_FNUZ"]
-HistoryAlgo = Literal["max", "most_recent"]
 Granularity = Literal["tensor", "row"]
 KernelGradient = Literal["float32", "kernel"]
 Tensor = Literal["input", "kernel", "output_grad"]
@@ -57,7 +57,7 @@ class Scaling(Record):
     @property
     def by_row(self) -> bool:
         """Whether tensors have a scale for each row."""
-        return False
+        return isinstance(self, CurrentScaling) and self.granularity == "row"
 
     def format_of(self, tensor: Tensor) -> Format:
         """Return the format that a tensor is cast to."""
@@ -121,11 +121,6 @@ class CurrentScaling(Scaling):
         """The scale rule of `fp8_common`: 1.0 for an amax that is zero or not finite."""
         return POWER_OF_2 if self.power_of_2 else CANONICAL
 
-    @property
-    def by_row(self) -> bool:
-        """Whether tensors have a scale for each row."""
-        return self.granularity == "row"
-
 
 ScalingChoice = Scaling | Recipe | str | Mapping[str, Any]
 """What every `scaling` argument takes: a scaling, a recipe, its name, or a recipe as `Recipe.to_dict` writes it."""
@@ -148,11 +143,6 @@ def as_scaling(choice: ScalingChoice) -> Scaling:
     """
     if isinstance(choice, Scaling):
         return choice
-    if not isinstance(choice, Recipe | str | Mapping):
-        raise Fp8Error(
-            "scaling must be a DelayedScaling, a CurrentScaling, a Recipe, the name of a recipe or its dictionary, "
-            f"got {choice!r}."
-        )
     recipe = get_recipe(choice)
     scaling = _nearest(recipe)
     honoured = recipe_of(scaling)

@@ -154,11 +154,9 @@ def clip_by_global_norm(gradients: Any, max_norm: float | jax.Array) -> Any:
     # The absolute value first makes complex gradients real; in float32, because squares of float16 overflow from 256
     # on.
     squares = [jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in leaves]
-    norm = jnp.sqrt(sum(squares, start=jnp.float32(0)))
-    # No division by zero where all gradients are zero.
-    factor = jnp.minimum(jnp.float32(1), jnp.asarray(max_norm, jnp.float32) / jnp.maximum(norm, jnp.float32(1e-30)))
+    norm, limit = jnp.sqrt(sum(squares, start=jnp.float32(0))), jnp.asarray(max_norm, jnp.float32)
     # Exactly 1 where nothing is clipped, so that gradients keep their bits.
-    factor = jnp.where(norm < max_norm, jnp.float32(1), factor)
+    factor = jnp.where(norm <= limit, jnp.float32(1), limit / norm)
     return map_parameters(lambda g: g * factor.astype(g.dtype), gradients)
 
 
@@ -179,9 +177,5 @@ def cast_params(tree: Any, dtype: Any) -> Any:
         tree: Variables, parameters or gradients.
         dtype: A floating-point dtype, e.g. `jnp.bfloat16`.
     """
-
-    def cast(x: Any) -> Any:
-        is_float = jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.floating)
-        return jnp.asarray(x, dtype) if is_float else x
-
-    return map_parameters(cast, tree)
+    is_float = lambda x: jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.floating)  # noqa: E731
+    return map_parameters(lambda x: jnp.asarray(x, dtype) if is_float(x) else x, tree)

@@ -7,13 +7,10 @@ and errors are those of `fp8_common`. Needs jax >= 0.10.1.
 Plugins also use the modules without an underscore: `arrays` and `casts`.
 """
 
-try:
+from fp8_common.plugin import extra
+
+with extra("fp8-common[jax]", __name__):
     import jax  # noqa: F401
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"fp8_common.jax needs {error.name}, which is not installed. Run: pip install 'fp8-common[jax]'",
-        name=error.name,
-    ) from None
 
 from fp8_common._reference.quantize import Quantized
 from fp8_common.jax._blocks import dequantize_blockwise, dequantize_mx, quantize_blockwise, quantize_mx

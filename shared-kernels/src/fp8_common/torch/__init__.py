@@ -8,13 +8,10 @@ passes gradients straight through.
 from collections.abc import Sequence
 from typing import Any
 
-try:
+from fp8_common.plugin import extra
+
+with extra("fp8-common[torch]", __name__):
     import torch
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"fp8_common.torch needs {error.name}, which is not installed. Run: pip install 'fp8-common[torch]'",
-        name=error.name,
-    ) from None
 
 from fp8_common._reference.quantize import MX_BLOCK, Block, Quantized, check_block
 from fp8_common._reference.scaling import check_history, check_mode

@@ -5,9 +5,9 @@ product. Its gradients are contractions with the letters swapped, so one descrip
 """
 
 import dataclasses
-import string
 from collections.abc import Sequence
 from functools import partial
+from string import ascii_letters
 from typing import Any, NamedTuple
 
 import jax
@@ -46,16 +46,12 @@ class Contraction(NamedTuple):
     def from_dimension_numbers(cls, dims: DimensionNumbers, lhs_ndim: int, rhs_ndim: int) -> "Contraction":
         """Describe `lax.dot_general`: the result has batch dimensions, then those of lhs, then those of rhs."""
         (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = dims
-        letters = iter(string.ascii_letters)
-        lhs, rhs = [""] * lhs_ndim, [""] * rhs_ndim
+        lhs, rhs = list(ascii_letters[:lhs_ndim]), list(ascii_letters[lhs_ndim : lhs_ndim + rhs_ndim])
         for i, j in zip((*lhs_batch, *lhs_sum), (*rhs_batch, *rhs_sum), strict=True):
-            lhs[i] = rhs[j] = next(letters)
-        lhs = [letter or next(letters) for letter in lhs]
-        rhs = [letter or next(letters) for letter in rhs]
-        batch = [lhs[i] for i in lhs_batch]
-        kept = [letter for letter in lhs if letter not in rhs] + [letter for letter in rhs if letter not in lhs]
+            rhs[j] = lhs[i]
+        one_sided = [letter for letter in lhs + rhs if (letter in lhs) != (letter in rhs)]
         # The order of `lax.dot_general`: batch, what is left of lhs, what is left of rhs.
-        return cls("".join(lhs), "".join(rhs), "".join(batch + kept))
+        return cls("".join(lhs), "".join(rhs), "".join([lhs[i] for i in lhs_batch] + one_sided))
 
     @property
     def summed(self) -> str:
@@ -108,16 +104,10 @@ class Contraction(NamedTuple):
 
     def align(self, x: jax.Array, letters: str) -> jax.Array:
         """Return something with the dimensions of an operand (summed ones of length 1), shaped to scale the result."""
-        kept = "".join([letter for letter in letters if letter not in self.summed])
-        # Along what is summed over there is one scale, so these dimensions have size 1.
-        x = x.reshape([n for n, letter in zip(x.shape, letters, strict=True) if letter in kept])
-        ordered = [letter for letter in self.out if letter in kept]
-        x = jnp.transpose(x, _places(kept, ordered))
+        kept = "".join([letter for letter in self.out if letter in letters])
+        # along what is summed over there is one scale
+        x = jnp.einsum(f"{letters}->{kept}", x)
         return jnp.expand_dims(x, [i for i, letter in enumerate(self.out) if letter not in kept])
-
-
-def _places(letters: str, wanted: Sequence[str]) -> tuple[int, ...]:
-    return tuple(map(letters.index, wanted))
 
 
 # ---------------------------------------------------------------- shardings over explicit axes
@@ -127,24 +117,17 @@ def _places(letters: str, wanted: Sequence[str]) -> tuple[int, ...]:
 
 
 def _is_explicit(sharding: Any) -> bool:
-    mesh = _mesh_of(sharding)
-    return mesh is not None and AxisType.Explicit in mesh.axis_types
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else jax.sharding.get_abstract_mesh()
+    return sharding is not None and AxisType.Explicit in mesh.axis_types
 
 
 def constrain(x: jax.Array, sharding: Any) -> jax.Array:
     """Return `x` with the sharding that a layer was asked for, or None."""
-    mesh = _mesh_of(sharding)
-    if mesh is None:
+    if sharding is None:
         return x
     # Over explicit axes `with_sharding_constraint` only asserts what the type says; resharding changes it.
-    place = jax.sharding.reshard if AxisType.Explicit in mesh.axis_types else lax.with_sharding_constraint
+    place = jax.sharding.reshard if _is_explicit(sharding) else lax.with_sharding_constraint
     return place(x, sharding)
-
-
-def _mesh_of(sharding: Any) -> Any:
-    if sharding is None:
-        return None
-    return sharding.mesh if isinstance(sharding, NamedSharding) else jax.sharding.get_abstract_mesh()
 
 
 # ---------------------------------------------------------------- matmuls
@@ -167,11 +150,6 @@ class Matmul(Bilinear):
     precision: Precision = None
     out_sharding: Any = None
 
-    @property
-    def backward_precision(self) -> Precision:
-        """The precision of both gradients."""
-        return lax.Precision.HIGHEST if self.precision is None else self.precision
-
     def forward(self, lhs: jax.Array, rhs: jax.Array, extra: None) -> jax.Array:
         """Return the float32 result of native FP8 operands."""
         return self.contraction.apply(lhs, rhs, np.float32, self.precision, out_sharding=self.out_sharding)
@@ -180,7 +158,7 @@ class Matmul(Bilinear):
         self, lhs: jax.Array, rhs: jax.Array, grad: jax.Array, extra: None, kernel_dtype: np.dtype
     ) -> tuple[jax.Array, jax.Array]:
         """Return both gradients, sharded like what they belong to."""
-        how, precision = self.contraction, self.backward_precision
+        how, precision = self.contraction, _backward_precision(self.precision)
         d_lhs = how.for_lhs.apply(grad, rhs, np.float32, precision, lhs)
         return d_lhs, how.for_rhs.apply(lhs, grad, kernel_dtype, precision, rhs)
 
@@ -278,6 +256,10 @@ def fp8_einsum(
     return multiply(how, a, b, preferred_element_type, meta, scaling)
 
 
+def _backward_precision(asked: Precision) -> Precision:
+    return lax.Precision.HIGHEST if asked is None else asked
+
+
 # ---------------------------------------------------------------- a scale for each row
 
 
@@ -297,7 +279,7 @@ def _backward(
     how: Matmul, scaling: Scaling, dtype: np.dtype, residuals: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     lhs, rhs = residuals
-    product = partial(_row_product, precision=how.backward_precision)
+    product = partial(_row_product, precision=_backward_precision(how.precision))
     grad = "output_grad", first_order_only(g)
     d_lhs = product(how.contraction.for_lhs, scaling, grad, ("kernel", rhs), np.float32)
     d_rhs = product(how.contraction.for_rhs, scaling, ("input", lhs), grad, scaling.gradient_dtype(rhs.dtype))

@@ -7,7 +7,7 @@ cotangents of their live leaves.
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -156,23 +156,18 @@ class Bilinear:
 
     Attributes:
         tensors: What is cast to FP8 and has state; the output gradient is, or is not.
+        forward: (lhs, rhs, extra) -> the float32 result of native FP8 operands.
+        gradients: (lhs, rhs, output gradient, extra, dtype of the kernel's gradient) -> the gradients of both operands
+            before they are scaled.
     """
 
     tensors: ClassVar[tuple[Tensor, ...]] = TENSORS
+    forward: Callable[..., jax.Array]
+    gradients: Callable[..., tuple[jax.Array, jax.Array]]
 
     def prepare(self, x: jax.Array, extra: Any) -> jax.Array:
         """Return an operand of which everything may be observed: lhs, or the output gradient."""
         return x
-
-    def forward(self, lhs: jax.Array, rhs: jax.Array, extra: Any) -> jax.Array:
-        """Return the float32 result of native FP8 operands."""
-        raise NotImplementedError
-
-    def gradients(
-        self, lhs: jax.Array, rhs: jax.Array, grad: jax.Array, extra: Any, kernel_dtype: np.dtype
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return the gradients of both operands before they are scaled, that of rhs in `kernel_dtype`."""
-        raise NotImplementedError
 
     def by_row(self, lhs: jax.Array, rhs: Kernel, scaling: Scaling, dtype: np.dtype) -> jax.Array:
         """Return the result with a scale for each row.
@@ -298,8 +293,7 @@ def _forward(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: Li
 def _backward(product: Product, residuals: Any, g: Any) -> tuple[Any, ...]:
     a, b, numbers, extra, live = residuals
     if isinstance(g, jax.custom_derivatives.SymbolicZero):  # what nobody computed arrives as an object, not an array
-        shaped: Any = g.aval
-        g = jnp.zeros(shaped.shape, shaped.dtype)
+        g = jnp.zeros(g.shape, g.dtype)
     # Marks the gradient as well: differentiating the backward is what a second derivative does.
     g = first_order_only(g)
     scaling, (a_back, b_back, *rest) = product.scaling, numbers

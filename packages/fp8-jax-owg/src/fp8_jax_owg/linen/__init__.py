@@ -1,12 +1,9 @@
 """FP8 for Flax Linen: operations for `dot_general_cls` and `conv_general_dilated_cls` of its layers, and models."""
 
-try:
+from fp8_common.plugin import extra
+
+with extra("fp8-jax-owg[flax]", __name__):
     import flax  # noqa: F401
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"fp8_jax_owg.linen needs {error.name}, which is not installed. Run: pip install 'fp8-jax-owg[flax]'",
-        name=error.name,
-    ) from None
 
 from fp8_jax_owg.linen.convert import convert_to_fp8
 from fp8_jax_owg.linen.operations import (

@@ -68,7 +68,12 @@ class _Converted(nn.Module):
             if scaling is None or any(getattr(context.module, f"{row[1]}{end}", None) for end in ("", "_cls")):
                 return call(*args, **kwargs)
             converted.append(name)
-            return _call_with(context.module, f"{row[1]}_cls", _Make(row[2], scaling), call, args, kwargs)
+            # set like this, because flax freezes attributes outside of `setup`
+            object.__setattr__(context.module, f"{row[1]}_cls", _Make(row[2], scaling))
+            try:
+                return call(*args, **kwargs)
+            finally:
+                object.__setattr__(context.module, f"{row[1]}_cls", None)
 
         with nn.intercept_methods(intercept):
             result = self.converted_module(*args, **kwargs)
@@ -83,16 +88,6 @@ class _Converted(nn.Module):
             decision = self.rules.match(name)
             return as_scaling(decision.recipe or self.scaling) if decision.include else None
         return self.scaling if self.rules(layer, name) else None
-
-
-def _call_with(layer: Any, attribute: str, value: Any, call: Any, args: Any, kwargs: Any) -> Any:
-    """Call a layer with another value of an attribute; flax freezes attributes outside of `setup`."""
-    before = getattr(layer, attribute)
-    object.__setattr__(layer, attribute, value)
-    try:
-        return call(*args, **kwargs)
-    finally:
-        object.__setattr__(layer, attribute, before)
 
 
 def convert_to_fp8(module: nn.Module, rules: RulesOrFilter = (), scaling: ScalingChoice | None = None) -> nn.Module:

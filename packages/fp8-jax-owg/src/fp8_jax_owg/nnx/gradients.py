@@ -80,10 +80,8 @@ def value_and_grad(
 
 
 def _holds_variables(argument: Any) -> bool:
-    def is_object(node: Any) -> bool:
-        return isinstance(node, nnx.Pytree | nnx.Variable)
-
-    return any(is_object(node) for node in jax.tree.leaves(argument, is_leaf=is_object))
+    is_object = lambda node: isinstance(node, nnx.Pytree | nnx.Variable)  # noqa: E731
+    return any(map(is_object, jax.tree.leaves(argument, is_leaf=is_object)))
 
 
 def grad(

@@ -74,7 +74,4 @@ class LayerwiseShardablePipelined(nnx.Module):
 
 
 def _stack(make: Callable[[nnx.Rngs], nnx.Module], size: int) -> Callable[[nnx.Rngs], nnx.Module]:
-    def stacked(rngs: nnx.Rngs) -> nnx.Module:
-        return nnx.vmap(make, in_axes=0, out_axes=0)(rngs.split(size))
-
-    return stacked
+    return lambda rngs: nnx.vmap(make, in_axes=0, out_axes=0)(rngs.split(size))

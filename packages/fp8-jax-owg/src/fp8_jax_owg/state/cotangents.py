@@ -178,11 +178,7 @@ class MaxGradRules:
         # function of its own, and returns arrays of this dtype. The layout is that of float32.
         physical = core.physical_aval(aval)
         handler = pxla.global_result_handlers[core.ShapedArray](physical, sharding, committed)
-        # What pxla makes has changed: an object whose results are wrapped by a function, in older versions a plain
-        # function.
-        if hasattr(handler, "wrap"):
-            return handler.wrap(lambda array: earray.EArray(aval, array))
-        return lambda buffers: earray.EArray(aval, handler(buffers))
+        return handler.wrap(lambda array: earray.EArray(aval, array))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -226,11 +226,10 @@ def scales_of(live: Mapping[Tensor, jax.Array], scaling: Scaling) -> dict[Tensor
     if scaling.margin == 0 and scaling.amax_compute_algo == "max" and all(fmt in MADE for fmt in formats):
         return {tensor: [one[i] for i in MADE[fmt]] for (tensor, one), fmt in zip(live.items(), formats, strict=True)}
     rows = jnp.stack(list(live.values()))
-    greatest, newest = rows[:, Live.GREATEST], to_bits(rows[:, Live.NEWEST])
-    amax = greatest
+    amax = rows[:, Live.GREATEST]
     if scaling.amax_compute_algo == "most_recent":
-        unsound = to_bits(greatest) > INFINITY_KEY
-        amax = from_bits(jnp.where(unsound, NAN_BITS, jnp.maximum(newest, np.int32(0))))
+        newest = jnp.maximum(to_bits(rows[:, Live.NEWEST]), np.int32(0))
+        amax = from_bits(jnp.where(to_bits(amax) > INFINITY_KEY, NAN_BITS, newest))
     limits = np.array([fmt.max * 2.0**-scaling.margin for fmt in formats], np.float32)
     into, back = lax.optimization_barrier(jnp.stack(_scales(rows[:, Live.STORED], amax, limits)))
     return dict(zip(live, zip(into, back, strict=True), strict=True))

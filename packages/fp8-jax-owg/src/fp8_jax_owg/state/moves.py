@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from fp8_common import Fp8Error
 from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.cotangents import fp32_max_grad, is_shared, read, share_leaf
 
@@ -25,10 +26,6 @@ MOVES = frozenset(
     | {"reshape", "rev", "select_n", "sharding_constraint", "slice", "split", "squeeze", "stack", "tile", "transpose"}
 )
 """What puts elements of its operands in other places, whatever their dtype."""
-
-
-class CannotCombineError(Exception):
-    """Shared state enters something that is not run here."""
 
 
 def combining(fun: Callable[[list[Any]], Any], is_state: list[bool]) -> Callable[[list[Any]], Any]:
@@ -96,7 +93,7 @@ def _run_equation(equation: Any, values: list[Any]) -> list[Any]:
     """Return the results of one equation.
 
     Raises:
-        CannotCombineError: Shared state enters a function that is run otherwise than once, and no loop or branch.
+        Fp8Error: Shared state enters a function that is run otherwise than once, and no loop or branch.
     """
     name, params = equation.primitive.name, equation.params
     if not any(map(is_shared, values)):
@@ -115,7 +112,10 @@ def _run_equation(equation: Any, values: list[Any]) -> list[Any]:
     if name == "shard_map":
         return _run_shard_map(equation, values)
     if name in ("while", "custom_vmap_call", "custom_jvp_call"):
-        raise CannotCombineError(f"shared state enters {name}")
+        raise Fp8Error(
+            f"The loss cannot be differentiated, because shared state enters {name}. Take the state out before it with "
+            "fp8_jax_owg.read, for a single use, or write the loop with lax.scan or lax.fori_loop."
+        )
     # Each reads for itself, so that the cotangents of several meet by MAX; what was traced with shared values, a `read`
     # in a loop of this package, gets them.
     takes = [x.aval.dtype == fp32_max_grad for x in equation.invars]

@@ -160,14 +160,7 @@ def map_leaves(parameter: Callable[..., Any], overwritten: Callable[..., Any], t
         tree: Decides which leaf is which.
         *rest: Further trees of the same structure, whose leaves become further arguments.
     """
-    flags = owg_flags(tree)
-    leaves, structure = jax.tree.flatten(tree)
-    others = [structure.flatten_up_to(other) for other in rest]
-    results = [
-        (overwritten if flag else parameter)(*arguments)
-        for flag, *arguments in zip(flags, leaves, *others, strict=True)
-    ]
-    return structure.unflatten(results)
+    return jax.tree.map(lambda flag, *x: (overwritten if flag else parameter)(*x), owg_mask(tree), tree, *rest)
 
 
 def split(tree: Any) -> tuple[Any, Any]:
@@ -193,10 +186,7 @@ def mark(tree: Any, mask: Any) -> Any:
 
 def unmark(tree: Any) -> Any:
     """Return the tree as it was before `mark`."""
-
-    def is_mark(node: Any) -> bool:
-        return isinstance(node, Overwrite)
-
+    is_mark = lambda node: isinstance(node, Overwrite)  # noqa: E731
     return jax.tree.map(lambda node: node.value if is_mark(node) else node, tree, is_leaf=is_mark)
 
 
@@ -213,8 +203,5 @@ def mask_from_hparams(hparams: Any, collection: str = COLLECTION) -> Any:
         hparams: Tree with, at each parameter, an object that has the attribute `collections`.
         collection: The name that marks, praxis' `WeightHParamsCollection.OVERWRITE_WITH_GRADIENT`.
     """
-
-    def has_collections(node: Any) -> bool:
-        return hasattr(node, "collections")
-
+    has_collections = lambda node: hasattr(node, "collections")  # noqa: E731
     return jax.tree.map(lambda one: collection in (one.collections or ()), hparams, is_leaf=has_collections)
