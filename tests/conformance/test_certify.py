@@ -68,9 +68,8 @@ def test_a_constant_of_the_rank_is_named(monkeypatch):
     multiprocessing.set_forkserver_preload(PRELOADED)
     monkeypatch.setattr("fp8_common.torch.certify.get_context", lambda _: multiprocessing.get_context("forkserver"))
     with ranks() as pool:
-        found = asked(planted.Planted(planted.add_a_constant_of_the_rank), "mesh-invariant", pool=pool)[
-            "mesh-invariant"
-        ]
+        model = planted.Planted(planted.add_a_constant_of_the_rank)
+        found = asked(model, "mesh-invariant", pool=pool)["mesh-invariant"]
         assert (found.says, found.layer) == ("no", "middle")
         assert "on 2 ranks, rank 1" in found.why
         assert says(asked(HONEST, "mesh-invariant", pool=pool)) == ["yes"]

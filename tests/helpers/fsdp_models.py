@@ -130,6 +130,17 @@ class Tied(nn.Module):
         return self.head(self.b(self.a(self.embedding(tokens)).relu()))
 
 
+class Decoder(nn.Module):
+    """Embedding, positions, one hidden layer and a head: the form of GPT-2 and Llama, without a forward."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(96, 32), nn.Embedding(32, 32)
+        self.hidden, self.lm_head = nn.Linear(32, 32), nn.Linear(32, 96, bias=False)
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+
+
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     """Return a model with the values that every other one has."""
     torch.manual_seed(0)

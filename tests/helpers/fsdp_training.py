@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8_torch_fsdp as f8
 from tests.helpers.fsdp_models import DIM, converted
+from tests.helpers.sharded_models import loss_of
+from tests.helpers.tensors import same
 
 
 def sgd(parameters: Iterable) -> torch.optim.Optimizer:
@@ -31,11 +33,6 @@ def batch(rank: int, step: int = 0, shape: Sequence[int] = (8, DIM)) -> torch.Te
 def tokens(rank: int, step: int = 0) -> torch.Tensor:
     """Return a rank's tokens of a step, all below 10."""
     return torch.randint(10, (16,), generator=torch.Generator().manual_seed(1000 * step + rank))
-
-
-def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return a scalar."""
-    return (model(x).float() - 1).square().mean()
 
 
 def train(
@@ -103,12 +100,6 @@ def digest(*tensors: torch.Tensor) -> str:
         # copied: NumPy pins a storage that FSDP2 wants to free
         found.update(tensor.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits."""
-    bits = [one.detach().contiguous().view(-1).view(torch.uint8) for one in (a, b)]
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bits)
 
 
 def plain_twin(model: Any, make: Callable[[], nn.Module], recipe: Any = "tensorwise") -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 
@@ -18,6 +19,7 @@ STATIC = Recipe(
 NAMES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "static")
 PLACES = ("input", "weight", "grad_output")
 BAD = (float("inf"), float("-inf"), float("nan"))
+every_case = pytest.mark.matrix(name=NAMES, place=PLACES, bad=BAD, dtype=(torch.float32, torch.float16, torch.bfloat16))
 
 
 def recipe_named(name: str) -> Recipe:

@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import fp8_te_init as fti
 from fp8_common.torch.compat import local_of
@@ -25,10 +24,6 @@ def are_codes_of_masters(model, optimizer) -> bool:
     own = [local_of(weight).state for weight in weights(model)]
     made = [state.quantized(local_of(one)) for state, one in zip(own, masters(model, optimizer), strict=True)]
     return equal(made, codes(model))
-
-
-def whole(tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def equal(ours, theirs) -> bool:

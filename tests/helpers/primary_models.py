@@ -22,9 +22,8 @@ def built(recipe=None, seed=0, dtype=torch.float32, *, preserve=True, **options)
 
 def deep(recipe=None, seed=0, dtype=torch.float32, *, widths=WIDTHS, preserve=True, device="cpu") -> nn.Sequential:
     """Layers whose rows are uneven over ranks."""
-    torch.manual_seed(seed)
     with torch.device(device), fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=preserve):
-        return mlp(widths, dtype)
+        return plain_deep(seed, dtype, widths)
 
 
 def plain_deep(seed=0, dtype=torch.float32, widths=WIDTHS) -> nn.Sequential:
@@ -64,9 +63,7 @@ class Tied(nn.Module):
         super().__init__()
         other = nn.Embedding(size, 16) if first == "embedding" else nn.Linear(16, size, bias=False)
         self.other, self.head = other, nn.Linear(16, size, bias=False)
-        if first == "embedding":
-            self.head.weight = self.other.weight
-        elif first == "head":
+        if first == "head":
             self.other = nn.Embedding(size, 16)
             self.other.weight = self.head.weight
             self.other.weight = self.head.weight  # again

@@ -1,18 +1,12 @@
 """CUDA graphs: the second training step holds nothing that a capture forbids, shown on a GPU that is pretended."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-import torch
 
-from tests.helpers.repository import ROOT
+from tests.helpers.processes import on_a_pretended_gpu, python
 
-pytestmark = [
-    pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="a GPU can be pretended to torch 2.13 alone"),
-    pytest.mark.skipif(sys.platform != "linux", reason="a GPU can be pretended on Linux alone"),
-]
+pytestmark = on_a_pretended_gpu
 
 # Kernels that a captured step must hold: a case that launched nothing would pass for no reason.
 KERNELS = {
@@ -41,10 +35,7 @@ PLANTED = {
 @pytest.fixture(scope="module")
 def found():
     # in a process of its own, because nothing takes the pretended GPU back
-    command = [sys.executable, "-m", "tests.helpers.captured_step"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(python("-m", "tests.helpers.captured_step"))
     assert (found["cases"].keys(), found["planted"].keys()) == (KERNELS.keys(), PLANTED.keys())
     return found
 

@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from benchmarks.modelled import moe
 from benchmarks.modelled.models import CONTENDERS, RECIPES
 from benchmarks.modelled.prices import GPUS, SECONDS_PER_LAUNCH, seconds
 from benchmarks.modelled.record import Kernel, Step, traffic
-from tests.helpers.repository import ROOT
+from tests.helpers.processes import on_a_pretended_gpu, python
 
 COUNT = """
 import json, os, sys, torch
@@ -31,10 +29,6 @@ json.dump(found, open(sys.argv[1], "w"))
 sys.stdout.flush()
 os._exit(0)
 """
-on_a_pretended_gpu = pytest.mark.skipif(
-    not torch.__version__.startswith("2.13.") or sys.platform != "linux",
-    reason="a GPU can be pretended to torch 2.13 on Linux alone",
-)
 MODELS = [("eager", "linear", 4096), ("eager", "moe", 2048), ("compiled", "linear", 4096)]
 
 
@@ -52,9 +46,7 @@ def test_a_step_launches_no_more_than_the_documents_say(tmp_path, mode, model, w
     # in a process of its own, because nothing takes the pretended GPU back
     names = ["bf16", *(f"ours-{recipe}" for recipe in (moe.RECIPES if model == "moe" else RECIPES))]
     options = [f"--model={model}", f"--width={width}", "--modes", mode, f"--results={tmp_path}", "--only", *names]
-    command = [sys.executable, "-m", "benchmarks.modelled_step", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-m", "benchmarks.modelled_step", *options)
     allowed = shown(model, width, mode)
     steps = json.loads((tmp_path / f"modelled_{model}_{width}.json").read_text())["steps"]
     assert [step["contender"] for step in steps] == names
@@ -72,9 +64,7 @@ def test_compiled_bytes_are_those_of_the_code_that_is_written(tmp_path, full):
     """Counted twice: from the compiler's own account of its graph, and from the text of the code alone."""
     # the backward of a gated MLP with scales of rows keeps float32 values in memory, which that account leaves out
     names = CONTENDERS if full and importlib.util.find_spec("torchao") else ("ours-rowwise",)
-    command = [sys.executable, "-c", COUNT, str(tmp_path / "bytes.json"), *names]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-c", COUNT, tmp_path / "bytes.json", *names)
     for name, (modelled, written) in json.loads((tmp_path / "bytes.json").read_text()).items():
         print(f"{name}: modelled {modelled / 1e9:.2f} GB, in the code {written / 1e9:.2f} GB")
         assert modelled == pytest.approx(written, rel=0.03), name

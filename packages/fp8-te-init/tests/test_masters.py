@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-import io
+import functools
 import resource
 import sys
 from pathlib import Path
@@ -18,6 +18,7 @@ from fp8_common import Fp8Error
 from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters, weights
 from tests.helpers.primary_models import RECIPES, built, masters_for, plain, step
 from tests.helpers.ranks import RankPool
+from tests.helpers.tensors import reloaded
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -204,11 +205,8 @@ def test_a_checkpoint_is_resumed_bit_for_bit_in_any_order(order, cls, recipe, dt
     optimizer = masters_for(net, cls, **options)
     for _ in range(3):
         step(net, optimizer)
-    file = io.BytesIO()
-    torch.save([net.state_dict(), optimizer.state_dict()], file)
+    saved = reloaded([net.state_dict(), optimizer.state_dict()])
     expected = [step(net, optimizer) for _ in range(2)]
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
     other = built(recipe, 7, dtype)
     again = masters_for(other, cls, **options)
     loads = [lambda: other.load_state_dict(saved[0]), lambda: again.load_state_dict(saved[1])]
@@ -256,20 +254,17 @@ def test_the_step_that_torch_makes_to_have_an_optimizer_build_its_state_moves_no
     assert state.start is not None
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+COPIES = {"deepcopy": copy.deepcopy, "pickle": functools.partial(reloaded, weights_only=False)}
+
+
+@pytest.mark.parametrize("how", COPIES)
 def test_a_model_is_copied_together_with_its_optimizer(how):
     net = built()
     optimizer = masters_for(net, torch.optim.AdamW)
     step(net, optimizer)
     with torch.no_grad():
         net[0].weight.mul_(50)  # which the masters of the copy must not undo
-    if how == "deepcopy":
-        other, copied = copy.deepcopy((net, optimizer))
-    else:
-        file = io.BytesIO()
-        torch.save((net, optimizer), file)
-        file.seek(0)
-        other, copied = torch.load(file, weights_only=False)
+    other, copied = COPIES[how]((net, optimizer))
     assert step(other, copied) == step(net, optimizer)
     assert other[0].weight_scale_e4m3 is other[0].weight.scale, "its state dict shows the scales of its own codes"
     assert copied.master_of(net[0].weight) is None

@@ -3,16 +3,15 @@
 Each test also runs on a CPU, where it proves its own program and nothing about a GPU.
 """
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
 
 import fp8_te_init as fti
+from tests.helpers.gpu import DEVICES, sync_debug
 from tests.helpers.sharded_models import train_on
 
-pytestmark = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+pytestmark = pytest.mark.parametrize("device", DEVICES)
 RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "blockwise"]
 
 
@@ -52,10 +51,7 @@ def test_the_host_does_not_wait_in_a_step_of_masters(recipe, fused, device):
     optimizer = fti.MasterOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3, fused=fused)
     x = torch.randn(64, 256, device=device, dtype=torch.bfloat16)
     for mode in ("default", "default", "error"):  # a first step makes states, and compares what it starts from
-        with contextlib.ExitStack() as stack:
-            if device == "cuda":
-                torch.cuda.set_sync_debug_mode(mode)
-                stack.callback(torch.cuda.set_sync_debug_mode, "default")
+        with sync_debug(device, mode):
             (model(x).float() - 1).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)

@@ -16,14 +16,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_te_init as fti
 from fp8_common.torch.compat import local_of
-from tests.helpers.primary_facts import rounded, whole
+from tests.helpers.primary_facts import rounded
 from tests.helpers.primary_models import CastAtEachForward
 from tests.helpers.sharded_models import mlp, shard
+from tests.helpers.tensors import placed_like, whole
 
 WIDTHS = (24, 40, 136, 16)
 RECIPES = ["tensorwise", "rowwise", "blockwise", "tensorwise_delayed"]
@@ -169,7 +169,7 @@ class Program:
         state = {name: value.to(self.dtype) for name, value in source.state_dict().items()}
         if self.sharded:
             own = self.net.state_dict()
-            state = {name: dist_like(value, own[name]) for name, value in state.items()}
+            state = {name: placed_like(value, own[name]) for name, value in state.items()}
         self.net.load_state_dict(state)
         with torch.no_grad():
             for layer, loaded in zip(self.twin, source, strict=True):
@@ -198,7 +198,7 @@ class Program:
         ]
         for layer, delta in zip(self.net, deltas, strict=True):
             with torch.no_grad():
-                layer.weight.add_(dist_like(delta, layer.weight) if self.sharded else delta)
+                layer.weight.add_(placed_like(delta, layer.weight))
         self.change(lambda w, delta: w + delta, deltas, ours=False)
 
     def change(self, edit, given=None, *, ours=None, reads=False):
@@ -304,7 +304,7 @@ class Program:
                 expected = (
                     self.rounded(whole(twin.weight.detach())) if self.restarts else whole(self.master_of(twin).detach())
                 )
-                assert same(master, local_of(dist_like(expected, layer.weight))), " ".join([after, *self.log])
+                assert same(master, local_of(placed_like(expected, layer.weight))), " ".join([after, *self.log])
 
     def run(self, length=10):
         self.build(self.choose.randrange(100))
@@ -329,12 +329,8 @@ def same(a, b):
     return torch.equal(a.detach().nan_to_num(1e30), b.detach().nan_to_num(1e30))
 
 
-def dist_like(value, like):
-    return distribute_tensor(value, like.device_mesh, like.placements) if isinstance(like, DTensor) else value
-
-
 def set_to(parameter, values):
-    parameter.copy_(dist_like(values, parameter))
+    parameter.copy_(placed_like(values, parameter))
 
 
 def on_ranks(rank, world_size, seed, mode, folder):

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fp8_te_init as fti
 from fp8_common.torch.compat import local_of
+from tests.helpers.tensors import placed_like
 
 RECORD = Path(__file__).parent / "data" / "recorded_bits.json"
 RECIPES = ["tensorwise", "rowwise", "blockwise", "tensorwise_delayed"]
@@ -76,9 +76,7 @@ def trained(rank, world_size, recipe, dtype, rounded):
         for index, layer in enumerate(model):
             # steps that grow: scales and histories have to follow
             gradient = torch.from_numpy(drawn(step, index) * 2.0 ** (step // 4)).to(layer.weight.dtype)
-            weight = layer.weight
-            placed = isinstance(weight, DTensor)
-            weight.grad = distribute_tensor(gradient, weight.device_mesh, weight.placements) if placed else gradient
+            layer.weight.grad = placed_like(gradient, layer.weight)
         optimizer.step()
         rows.append(digests(model, optimizer))
     return rows, optimizer.reductions

@@ -10,6 +10,7 @@ import fp8_te_init as fti
 from fp8_common import Fp8Error
 from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters, weights
 from tests.helpers.primary_models import RECIPES, built, masters_for, plain, step
+from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -49,35 +50,28 @@ def test_wrapping_in_ddp_starts_from_the_first_ranks_weights_and_leaves_scales_a
         assert are_rounded
 
 
-def rescaled(rank, world_size):
-    net = built(seed=rank)
-    return fti.rescale_(net, group=dist.group.WORLD), [weight.scale.clone() for weight in weights(net)]
-
-
-def test_rescale_agrees_on_the_global_amax_with_exactly_one_all_reduce(run_ranks):
-    drawn = zip(*(weights(plain(rank)) for rank in range(3)), strict=True)
+@on_ranks(3)
+def test_rescale_agrees_on_the_global_amax_with_exactly_one_all_reduce(rank):
+    drawn = zip(*(weights(plain(each)) for each in range(3)), strict=True)
     wanted = [448.0 / torch.stack([weight.detach().abs().max() for weight in each]).max() for each in drawn]
-    for reductions, scales in run_ranks(3, rescaled):
-        assert reductions == 1
-        assert equal(scales, wanted)
-
-
-def broadcast_by_hand(rank, world_size, recipe):
-    net = built(recipe, rank)
-    fti.broadcast_weights_(net, dist.group.WORLD, root=1)
-    return facts(net)
+    net = built(seed=rank)
+    assert fti.rescale_(net, group=dist.group.WORLD) == 1
+    assert equal((weight.scale for weight in weights(net)), wanted)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise_delayed", "blockwise"])
-def test_weights_are_broadcast_with_scales_and_starts(run_ranks, recipe):
-    for shared in run_ranks(3, broadcast_by_hand, recipe):
-        assert equal(shared, facts(built(recipe, 1)))
+@on_ranks(3)
+def test_weights_are_broadcast_with_scales_and_starts(rank, recipe):
+    net = built(recipe, rank)
+    fti.broadcast_weights_(net, dist.group.WORLD, root=1)
+    assert equal(facts(net), facts(built(recipe, 1)))
 
 
-def refused(rank, world_size):
+@on_ranks(2)
+def test_collectives_that_codes_cannot_follow_are_refused_on_all_ranks(rank):
     net = built()
     weight, before, group = net[0].weight.data, facts(net), dist.group.WORLD
-    flat, parts = torch.empty(world_size * weight.numel()), [torch.ones(40, 24)] * world_size
+    flat, parts = torch.empty(2 * weight.numel()), [torch.ones(40, 24)] * 2
     attempts = {
         "allreduce_": lambda: dist.all_reduce(weight),
         "reduce_": lambda: dist.reduce(weight, 0),
@@ -91,41 +85,25 @@ def refused(rank, world_size):
     for name, attempt in attempts.items():
         with pytest.raises(Fp8Error, match=f"{name}.* would write to"):
             attempt()
-    gathered = [torch.empty(40, 24) for _ in range(world_size)]
+    gathered = [torch.empty(40, 24) for _ in range(2)]
     dist.all_gather(gathered, weight)  # reading gives values
     summed = functional.all_reduce(weight, "sum", group) + 0
     values = weight.dequantize()
     assert equal(facts(net), before)
-    return torch.equal(gathered[1], values), torch.equal(summed, world_size * values)
+    assert torch.equal(gathered[1], values)
+    assert torch.equal(summed, 2 * values)
 
 
-def test_collectives_that_codes_cannot_follow_are_refused_on_all_ranks(run_ranks):
-    assert run_ranks(2, refused) == [(True, True)] * 2
-
-
-def wrapped_after_seeding(rank, world_size, alike):
-    """Return the message, and whether ranks that drew the same weights go on together."""
-    net = built(seed=0 if alike else rank)
-    optimizer = masters_for(net)
-    before = codes(net)
-    try:
-        wrapped = DistributedDataParallel(net)
-    except Fp8Error as error:
-        return str(error), equal(codes(net), before)
-    step(wrapped, optimizer)
-    return masters(net, optimizer)[0], True
-
-
-def other_casts(rank, world_size):
+@on_ranks(2)
+def test_wrapping_after_seeding_or_with_other_casts_is_right_or_refused_on_all_ranks(rank):
     with pytest.raises(Fp8Error, match="differ in shape, rows or cast"):
         DistributedDataParallel(built("tensorwise" if rank else "rowwise"))
-    return True
-
-
-def test_wrapping_after_seeding_or_with_other_casts_is_right_or_refused_on_all_ranks(run_ranks):
-    for message, unchanged in run_ranks(2, wrapped_after_seeding, False):
-        assert "masters were made from them already" in message
-        assert unchanged
-    first, second = run_ranks(2, wrapped_after_seeding, True)
-    assert torch.equal(first[0], second[0])
-    assert run_ranks(2, other_casts) == [True, True]
+    other, alike = built(seed=rank), built()
+    optimizers, before = [masters_for(net) for net in (other, alike)], codes(other)
+    with pytest.raises(Fp8Error, match="masters were made from them already"):
+        DistributedDataParallel(other)
+    assert equal(codes(other), before)
+    step(DistributedDataParallel(alike), optimizers[1])
+    trained = [torch.empty(40, 24) for _ in range(2)]
+    dist.all_gather(trained, masters(alike, optimizers[1])[0])
+    assert torch.equal(*trained)

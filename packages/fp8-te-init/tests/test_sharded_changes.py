@@ -1,31 +1,26 @@
 """Loads, edits and saves of FP8 weights on several ranks: the bits of the unsharded model, or a sentence."""
 
 import copy
-import io
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
-from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters, weights, whole
+from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters, weights
 from tests.helpers.primary_models import RECIPES, deep, masters_for, plain_deep, sharded, step, tied, train_tied
+from tests.helpers.ranks import on_ranks
 from tests.helpers.sharded_models import WIDTHS, mlp, shard
-
-pytestmark = pytest.mark.distributed
+from tests.helpers.tensors import placed_like, reloaded, whole
 
 
 def unlike(a, b):
@@ -39,12 +34,7 @@ def unlike(a, b):
 
 def placed(model, state):
     own = model.state_dict()
-    return {
-        name: distribute_tensor(value, own[name].device_mesh, own[name].placements)
-        if isinstance(own[name], DTensor)
-        else value
-        for name, value in state.items()
-    }
+    return {name: placed_like(value, own[name]) for name, value in state.items()}
 
 
 def copied(model, state):
@@ -82,8 +72,15 @@ ROWS = [
 MOMENTS = ["before the first gather", "before it, nothing preserved", "after seeding"]
 
 
-def changed(rank, world_size, recipe, turn, folder):
-    """Return, for each form of load at one of the moments in turn, what is wrong after it."""
+@pytest.mark.matrix("each", world_size=[2, 3], recipe=RECIPES, turn=[0, 1, 2])
+@on_ranks(lambda given: given["world_size"])
+def test_loads_and_edits_of_shards_give_the_codes_and_masters_of_the_unsharded_model(
+    rank, world_size, recipe, turn, tmp_path
+):
+    """Seeding before the first gather rounded twice: a quarter of the codes were not those of their masters.
+
+    Each form of load at one of the moments in turn.
+    """
     wrong, gathered = {}, StateDictOptions(full_state_dict=True)
     for number, (form, kind) in enumerate(ROWS):
         is_meta, is_values, moment = "meta" in kind, kind == "values", MOMENTS[(number + turn) % len(MOMENTS)]
@@ -92,7 +89,7 @@ def changed(rank, world_size, recipe, turn, folder):
         given, expected = plain_deep(5), fti.convert_linear(plain_deep(5), recipe=recipe)
         model = sharded(world_size, recipe, 1, preserve=preserve, device="meta" if is_meta else "cpu")
         optimizer = masters_for(model, lr=0.0, seed=preserve) if is_seeded else None
-        FORMS[form](model, (given if is_values else expected).state_dict(), f"{folder}/{number}")
+        FORMS[form](model, (given if is_values else expected).state_dict(), f"{tmp_path}/{number}")
         found = []
         if not is_seeded:
             optimizer = masters_for(model, lr=0.0, seed=False)
@@ -116,20 +113,13 @@ def changed(rank, world_size, recipe, turn, folder):
         found += ["copies stay"] * (fti.memory_report(model).copies != 0)
         if found:
             wrong[f"{form} of {kind} {moment}"] = found
-    return wrong
+    assert wrong == {}
 
 
-@pytest.mark.matrix("each", world_size=[2, 3], recipe=RECIPES, turn=[0, 1, 2])
-def test_loads_and_edits_of_shards_give_the_codes_and_masters_of_the_unsharded_model(
-    run_ranks, world_size, recipe, turn, tmp_path
-):
-    """Seeding before the first gather rounded twice: a quarter of the codes were not those of their masters."""
-    assert run_ranks(world_size, changed, recipe, turn, str(tmp_path)) == [{}] * world_size
-
-
-def frozen_base(rank, world_size, recipe):
+@pytest.mark.matrix("each", world_size=[2, 3], recipe=RECIPES)
+@on_ranks(lambda given: given["world_size"])
+def test_a_frozen_base_that_was_loaded_into_shards_has_the_codes_of_an_unsharded_one(rank, world_size, recipe):
     """LoRA: the base is loaded after sharding and frozen, an optimizer trains something else."""
-    same = {}
     for moment in ("unseeded", "seeded", "cleared"):
         model, values = sharded(world_size, recipe), plain_deep(5)
         full(model, values.state_dict(), broadcast_from_rank0=True)
@@ -145,21 +135,15 @@ def frozen_base(rank, world_size, recipe):
             step(model, optimizer)
         model.reshard()
         base = fti.convert_linear(values, recipe=recipe)[:-1]
-        same[moment] = equal((whole(w) + 0 for w in weights(model[:-1])), (w.dequantize() for w in weights(base)))
-    return same
-
-
-@pytest.mark.matrix("each", world_size=[2, 3], recipe=RECIPES)
-def test_a_frozen_base_that_was_loaded_into_shards_has_the_codes_of_an_unsharded_one(run_ranks, world_size, recipe):
-    for same in run_ranks(world_size, frozen_base, recipe):
-        assert same == {"unseeded": True, "seeded": True, "cleared": True}
+        assert equal((whole(w) + 0 for w in weights(model[:-1])), (w.dequantize() for w in weights(base))), moment
 
 
 # ---------------------------------------------------------------- saves
 
 
-def saved(rank, world_size, recipe, folder):
-    """Return by name how entries of a sharded state dict differ from plain ones, gathered, saved and loaded."""
+@pytest.mark.matrix("each", world_size=[2, 3], recipe=RECIPES)
+@on_ranks(lambda given: given["world_size"])
+def test_state_dicts_have_the_bits_of_the_unsharded_model_and_hold_plain_tensors(rank, world_size, recipe, tmp_path):
     reference = deep(recipe).state_dict()
     model = sharded(world_size, recipe)
     state = model.state_dict()
@@ -167,39 +151,21 @@ def saved(rank, world_size, recipe, folder):
         get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=offload))
         for offload in (False, True)
     )
-    buffer = io.BytesIO()
-    torch.save(gathered, buffer)
-    buffer.seek(0)
-    forms = {
-        "gathered": gathered,
-        "offloaded": reference if rank else offloaded,
-        "saved and read": torch.load(buffer, weights_only=True),
-    }
+    assert not (rank and offloaded), "offloaded to the first rank alone"
+    forms = {"gathered": gathered, "saved and read": reloaded(gathered)} | ({} if rank else {"offloaded": offloaded})
     found = {name: unlike(form, reference) for name, form in forms.items()}
     classes = {type(value) for form in forms.values() for value in form.values()}
-    torch.save(state, f"{folder}/{rank}.pt")
-    with torch.serialization.safe_globals([DTensor]):
-        read = torch.load(f"{folder}/{rank}.pt", weights_only=False)
+    read = reloaded(state, weights_only=False)
     classes |= {type(value.to_local()) for value in read.values() if isinstance(value, DTensor)}
     model.load_state_dict(state)
     found["own state"] = unlike(model.state_dict(), reference)
-    return {name: names for name, names in found.items() if names}, classes, rank and offloaded
+    assert {name: names for name, names in found.items() if names} == {}
+    assert classes == {torch.Tensor}
 
 
-@pytest.mark.matrix("each", world_size=[2, 3], recipe=RECIPES)
-def test_state_dicts_have_the_bits_of_the_unsharded_model_and_hold_plain_tensors(
-    run_ranks, world_size, recipe, tmp_path
-):
-    for unlike_names, classes, elsewhere in run_ranks(world_size, saved, recipe, str(tmp_path)):
-        assert unlike_names == {}
-        assert classes == {torch.Tensor}
-        assert not elsewhere, "offloaded to the first rank alone"
-
-
-def other_models(rank, world_size, folder):
-    """Return by name what is wrong of state dicts in models of other kinds."""
-    wrong, mesh = {}, init_device_mesh("cpu", (world_size,))
-    uneven = {"first": "head", "recipe": "rowwise", "size": 13}
+@on_ranks(2)
+def test_state_dicts_reach_tied_weights_and_ddp(rank, tmp_path):
+    mesh, uneven = init_device_mesh("cpu", (2,)), {"first": "head", "recipe": "rowwise", "size": 13}
     model, unsharded = fully_shard(tied(1, **uneven), mesh=mesh), tied(**uneven)
     train_tied(unsharded, masters_for(unsharded))
     full(model, unsharded.state_dict(), broadcast_from_rank0=True)
@@ -207,31 +173,26 @@ def other_models(rank, world_size, folder):
     train_tied(model, optimizer)
     train_tied(unsharded, masters_for(unsharded, seed=False))
     model.reshard()
-    wrong["tied"] = unlike(model.state_dict(), unsharded.state_dict())
-    dcp.save(model.state_dict(), checkpoint_id=folder)
+    assert unlike(model.state_dict(), unsharded.state_dict()) == []
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path)
     loaded = fully_shard(tied(2, **uneven), mesh=mesh)
     target = loaded.state_dict()
-    dcp.load(target, checkpoint_id=folder)
+    dcp.load(target, checkpoint_id=tmp_path)
     loaded.load_state_dict(target)
-    wrong["tied, by dcp"] = unlike(loaded.state_dict(), unsharded.state_dict())
-    ties = [each.head.weight is each.other.weight for each in (model, loaded)]
-    wrong["tie"] = len(optimizer.masters()) != 1 or not all(ties)
+    assert unlike(loaded.state_dict(), unsharded.state_dict()) == [], "by dcp"
+    assert all(each.head.weight is each.other.weight for each in (model, loaded))
+    assert len(optimizer.masters()) == 1
     reference, ddp = deep("tensorwise_delayed").state_dict(), DistributedDataParallel(deep("tensorwise_delayed", 1))
     full(ddp, reference, broadcast_from_rank0=True)
-    wrong["ddp"] = unlike(ddp.module.state_dict(), reference)
-    return [name for name, one in wrong.items() if one]
-
-
-def test_state_dicts_reach_tied_weights_and_ddp(run_ranks, tmp_path):
-    assert run_ranks(2, other_models, str(tmp_path)) == [[], []]
+    assert unlike(ddp.module.state_dict(), reference) == []
 
 
 # ---------------------------------------------------------------- refusals
 
 
-def told(call):
+def told(call, *arguments):
     try:
-        call()
+        call(*arguments)
     except (Fp8Error, RuntimeError) as error:  # the same on all ranks, so that none waits
         return f"{type(error).__name__}: {error}"
     return "nothing was told"
@@ -275,41 +236,35 @@ REFUSED = {
 }
 
 
-def refused(rank, world_size):
-    return {name: told(lambda call=call: call(world_size)) for name, (call, _) in REFUSED.items()}
+@on_ranks(4)
+def test_what_cannot_work_is_refused_on_all_ranks(rank):
+    sentences = {name: told(call, 4) for name, (call, _) in REFUSED.items()}
+    assert [name for name, (_, wanted) in REFUSED.items() if wanted not in sentences[name]] == []
 
 
-def test_what_cannot_work_is_refused_on_all_ranks(run_ranks):
-    for sentences in run_ranks(4, refused):
-        assert [name for name, (_, wanted) in REFUSED.items() if wanted not in sentences[name]] == []
-
-
-def stale_on_one_rank(rank, world_size):
-    found = []
+@on_ranks(3)
+def test_a_start_that_is_stale_on_one_rank_is_an_error_on_all_and_nothing_is_dropped(rank):
+    wanted = "0.weight: The values before rounding" if rank == 1 else "Another rank could not seed its masters"
     for recipe in ("tensorwise", "rowwise", "blockwise"):
-        model = sharded(world_size, recipe)
+        model = sharded(3, recipe)
         optimizer = masters_for(model, seed=False)
         if rank == 1:
             model[0].weight.to_local().state.codes[0, 0] ^= 1
-        sentence = told(lambda model=model, optimizer=optimizer: fti.seed_masters(optimizer, model))
-        found.append((sentence, fti.memory_report(model).copies > 0))
-    return found
-
-
-def test_a_start_that_is_stale_on_one_rank_is_an_error_on_all_and_nothing_is_dropped(run_ranks):
-    for rank, found in enumerate(run_ranks(3, stale_on_one_rank)):
-        wanted = "0.weight: The values before rounding" if rank == 1 else "Another rank could not seed its masters"
-        for sentence, kept in found:
-            assert sentence.startswith("StaleInitError")
-            assert wanted in sentence
-            assert kept
+        sentence = told(fti.seed_masters, optimizer, model)
+        assert sentence.startswith("StaleInitError")
+        assert wanted in sentence
+        assert fti.memory_report(model).copies > 0
 
 
 CASTS = {"to": lambda m: m.to(torch.bfloat16), "half": nn.Module.half, "bfloat16": nn.Module.bfloat16}
 
 
-def change_dtype(rank, world_size, recipe, cast, reshard):
-    """Return whether an early cast equals one rank's; the sentence of a late one, and whether the model goes on."""
+@pytest.mark.matrix("each", world_size=[1, 2], cast=CASTS, reshard=[True, False], recipe=["tensorwise", "rowwise"])
+@on_ranks(lambda given: given["world_size"])
+def test_the_dtype_of_a_sharded_model_changes_before_its_first_forward_or_never(
+    rank, world_size, recipe, cast, reshard
+):
+    """FSDP2 refuses it later for plain parameters; beside FP8 weights it took the bytes of biases for another dtype."""
     x = torch.randn(4, WIDTHS[0], generator=torch.Generator().manual_seed(rank))
     pairs = []
     for is_late in (False, True):
@@ -325,17 +280,8 @@ def change_dtype(rank, world_size, recipe, cast, reshard):
     model(low).sum().backward()
     model.reshard()
     with torch.no_grad():
-        sentence = told(lambda: late(low))
-    return torch.equal(model(low), unsharded(low)), sentence, torch.equal(late.float()(x), late_unsharded.float()(x))
-
-
-@pytest.mark.matrix("each", world_size=[1, 2], cast=CASTS, reshard=[True, False], recipe=["tensorwise", "rowwise"])
-def test_the_dtype_of_a_sharded_model_changes_before_its_first_forward_or_never(
-    run_ranks, world_size, recipe, cast, reshard
-):
-    """FSDP2 refuses it later for plain parameters; beside FP8 weights it took the bytes of biases for another dtype."""
-    for early, message, goes_on in run_ranks(world_size, change_dtype, recipe, cast, reshard):
-        assert early
-        assert "weight became torch." in message
-        assert "Call model.to(dtype) before the first forward" in message
-        assert goes_on
+        sentence = told(late, low)
+    assert torch.equal(model(low), unsharded(low))
+    assert "weight became torch." in sentence
+    assert "Call model.to(dtype) before the first forward" in sentence
+    assert torch.equal(late.float()(x), late_unsharded.float()(x)), "it goes on"

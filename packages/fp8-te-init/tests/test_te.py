@@ -1,6 +1,5 @@
 """TransformerEngine's tensors through the adapter, on a double of them; `test_te_real` asks the real ones."""
 
-import functools
 import itertools
 import sys
 
@@ -13,7 +12,7 @@ from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_common.torch import quantize
 from fp8_te_init.te import BLOCKS, MX, TeWeight, fp8_of
 from tests.helpers import te_double as te
-from tests.helpers.sharded_models import shard
+from tests.helpers.sharded_models import shard, train_on
 
 BLOCK_RECIPES = {
     "2d": te.Float8BlockScaling(),
@@ -36,6 +35,10 @@ def starts(**options):
 
 def sgd(net):
     return fti.MasterOptimizer(torch.optim.SGD, net.parameters(), lr=0.1)
+
+
+def fused(**options):
+    return lambda net: te.FusedAdam(net.parameters(), **options)
 
 
 # ---------------------------------------------------------------- what is built
@@ -85,11 +88,11 @@ def test_memory_is_counted_and_the_format_is_read_from_the_name_of_the_dtype():
 # ---------------------------------------------------------------- masters
 
 
-@pytest.mark.parametrize("makes", [[te.FusedAdam], [sgd], [functools.partial(te.FusedAdam, dtype=torch.float16), sgd]])
+@pytest.mark.parametrize("makes", [[fused()], [sgd], [fused(dtype=torch.float16), sgd]])
 def test_masters_of_all_optimizers_start_from_the_copies_which_are_released(makes):
     """A fused optimizer that scales its masters does it in place, which must not reach the next optimizer's."""
     net = te.built(dtype=torch.float32)
-    optimizers = [make(net if make is sgd else net.parameters()) for make in makes]
+    optimizers = [make(net) for make in makes]
     report = fti.seed_masters(optimizers, net)
     assert set(report.sources.values()) == {"init"}
     for layer, start in zip(net, starts(dtype=torch.float32), strict=True):
@@ -105,14 +108,9 @@ def test_masters_of_all_optimizers_start_from_the_copies_which_are_released(make
 def test_training_quantizes_masters_into_the_tensor_by_its_own_quantizer(recipe):
     sizes = (64, 160, 96)
     net = te.built(dtype=torch.float32, recipe=RECIPES[recipe], sizes=sizes)
-    optimizer, losses = sgd(net), []
+    optimizer = sgd(net)
     fti.seed_masters(optimizer, net)
-    for _ in range(5):
-        loss = (net(torch.ones(8, 64)) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train_on(net, optimizer, [torch.ones(8, 64)] * 5)
     assert losses[-1] < losses[0]
     weight = net[0].weight
     again = weight._quantizer(optimizer.master_of(weight))
@@ -211,19 +209,14 @@ def reset_twice(net):
     return sgd(net)
 
 
+REMAINDERS = r"which FP8 codes are not\. Use store_param_remainders=False"
+
+
 @pytest.mark.parametrize(
     ("optimizer", "error", "told"),
     [
-        (
-            lambda net: te.FusedAdam(net.parameters(), master_weights=False),
-            fti.MissingInitError,
-            "without a float32 mas",
-        ),
-        (
-            lambda net: te.FusedAdam(net.parameters(), store_param_remainders=True),
-            fti.MissingInitError,
-            r"which FP8 codes are not\. Use store_param_remainders=False",
-        ),
+        (fused(master_weights=False), fti.MissingInitError, "without a float32 mas"),
+        (fused(store_param_remainders=True), fti.MissingInitError, REMAINDERS),
         (loaded, fti.StaleInitError, "does not quantize to its present codes"),
         (reset_twice, fti.StaleInitError, "initialized a second time"),
     ],

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import io
 import warnings
 
 import numpy as np
@@ -17,6 +16,7 @@ import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from tests.helpers.fsdp_models import converted, mesh_of, seeded
 from tests.helpers.ranks import on_ranks
+from tests.helpers.tensors import reloaded
 
 X = torch.ones(2, 16)
 
@@ -212,13 +212,6 @@ WRAPPINGS = {
     "pruning": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
     "old spectral_norm": nn.utils.spectral_norm,
 }
-
-
-def reloaded(state):
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)

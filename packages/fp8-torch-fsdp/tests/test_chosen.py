@@ -8,17 +8,7 @@ from torch import nn
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
-
-
-class Decoder(nn.Module):
-    """Embedding, positions, one hidden layer and a head: the form of GPT-2 and Llama."""
-
-    def __init__(self, *, tied: bool) -> None:
-        super().__init__()
-        self.embedding, self.positions = nn.Embedding(96, 32), nn.Embedding(32, 32)
-        self.hidden, self.lm_head = nn.Linear(32, 32), nn.Linear(32, 96, bias=False)
-        if tied:
-            self.lm_head.weight = self.embedding.weight
+from tests.helpers.fsdp_models import Decoder
 
 
 def no_head(layer, name):

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.fsdp_models import decoded, mesh_of, seeded, shard
+from tests.helpers.fsdp_models import Decoder, decoded, mesh_of, seeded, shard
 from tests.helpers.fsdp_training import batch
 from tests.helpers.ranks import on_ranks
 
@@ -90,14 +90,10 @@ def test_lists_of_modules_and_replicas_work_and_remove_brings_back_what_was_befo
 # ---------------------------------------------------------------- what is chosen, and what it does
 
 
-class Decoder(nn.Module):
-    def __init__(self, *, tied=False):
-        super().__init__()
-        self.embedding, self.positions = nn.Embedding(64, 32), nn.Embedding(8, 32)
-        self.hidden, self.experts = nn.Linear(32, 32), nn.Parameter(torch.randn(4, 32, 32))
-        self.lora_A, self.head = nn.Linear(32, 4), nn.Linear(32, 64, bias=False)
-        if tied:
-            self.head.weight = self.embedding.weight
+class Adapted(Decoder):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.experts, self.lora_A = nn.Parameter(torch.randn(4, 32, 32)), nn.Linear(32, 4)
 
 
 class Stage(nn.Module):
@@ -108,17 +104,17 @@ class Stage(nn.Module):
         self.hidden, self.output = nn.Linear(32, 32), nn.Linear(32, 64)
 
 
-INNER, ENDS = {"experts", "hidden.weight"}, {"embedding.weight", "head.weight", "lora_A.weight", "positions.weight"}
+INNER, ENDS = {"experts", "hidden.weight"}, {"embedding.weight", "lm_head.weight", "lora_A.weight", "positions.weight"}
 
 
 @on_ranks(2)
 def test_vectors_embeddings_heads_and_adapters_stay_wide_unless_they_are_asked_for(rank):
     for model, options, expected in (
-        (Decoder(), {}, INNER),
-        (Decoder(tied=True), {}, INNER),
+        (Adapted(), {}, INNER),
+        (Adapted(tied=True), {}, INNER),
         (Stage(), {}, {"hidden.weight"}),
-        (Decoder(), {"parameters": ["*", "!experts"]}, ENDS | {"hidden.weight"}),
-        (Decoder(), {"parameters": lambda parameter, name: name == "head.weight"}, {"head.weight"}),
+        (Adapted(), {"parameters": ["*", "!experts"]}, ENDS | {"hidden.weight"}),
+        (Adapted(), {"parameters": lambda parameter, name: name == "lm_head.weight"}, {"lm_head.weight"}),
     ):
         handle = f8.compress_communication(fully_shard(model), **options)
         assert {one.name for one in handle.report()} == expected

@@ -3,7 +3,6 @@
 Each test also runs on a CPU, where it proves its own program and nothing about a GPU.
 """
 
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,8 @@ from torch import nn
 from torch._inductor import config as inductor
 
 import fp8_torch_fsdp as f8
+from tests.helpers.gpu import DEVICES, sync_debug
+from tests.helpers.processes import python
 
 RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
 NATIVE = RECIPES[:3]
@@ -21,7 +22,6 @@ NATIVE = RECIPES[:3]
 SIZES = {"uneven": [5, 0, 17, 40], "aligned": [16, 32, 0, 16], "one": [0, 0, 0, 7], "empty": [0, 0, 0, 0]}
 BEHIND = 3
 """Rows of no expert."""
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ON_EACH = pytest.mark.parametrize(
     ("recipe", "device"), [(NATIVE[1], "cpu"), *(pytest.param(r, "cuda", marks=pytest.mark.gpu) for r in NATIVE)]
 )
@@ -105,13 +105,8 @@ def test_compiled_experts_compute_what_eager_ones_do(recipe, device):
 def test_the_host_does_not_wait_for_the_offsets(recipe, device):
     experts, (x, offsets) = experts_on(device, recipe), rows_on(device, SIZES["uneven"])
     results(experts, x, offsets)
-    if device == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug(device):
         found = results(experts, x, offsets)
-    finally:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
     assert all(each.isfinite().all() for each in found)
 
 
@@ -120,10 +115,7 @@ def test_the_host_does_not_wait_for_the_offsets(recipe, device):
 @pytest.mark.parametrize("ends", [[64, 32, 128, 128], [16, 96, 96, 256], [-16, 32, 64, 128]])
 def test_offsets_that_do_not_fit_give_nan_and_the_process_lives(recipe, ends):
     """In a process of its own: an assertion on the device would end every later test."""
-    command = [sys.executable, __file__, recipe, *map(str, ends)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["True", "True"], done.stdout
+    assert python(__file__, recipe, *ends).split() == ["True", "True"]
 
 
 def bad_offsets(recipe, ends):

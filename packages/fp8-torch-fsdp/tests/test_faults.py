@@ -24,16 +24,6 @@ def layers():
     return nn.Sequential(nn.Linear(DIM, 40), nn.GELU(), nn.Linear(40, 7), nn.GELU(), nn.Linear(7, DIM))
 
 
-@contextlib.contextmanager
-def ranks_that_die(**options):
-    """Two ranks of their own."""
-    pool = RankPool(2, **options)
-    try:
-        yield pool.run
-    finally:
-        pool.close()
-
-
 # ---------------------------------------------------------------- a rank that dies
 
 STEPS, SAVED, DEATH = 8, 3, 5
@@ -90,7 +80,8 @@ def test_a_dead_rank_is_an_error_on_the_others_and_the_run_resumes(tmp_path, ful
     if not full and death not in list(DEATHS)[:2]:
         pytest.skip("takes a start of ranks or the time-out of a collective: run it with --full")
     recipe, signal_number, compressed = DEATHS[death]
-    with ranks_that_die(collective_timeout=20.0) as run:
+    with contextlib.closing(RankPool(2, collective_timeout=20.0)) as ranks_that_die:
+        run = ranks_that_die.run
         # "no answer in time" of rank 0 would be a rank that hangs
         with pytest.raises(RankError, match=r"(?s)rank 0: Traceback.*RuntimeError.*rank 1: (died .* -9|no answer)"):
             run(train, str(tmp_path / "broken"), recipe, signal_number, compressed, timeout=40.0)
@@ -143,10 +134,7 @@ def poisoned_run(rank, recipe, gather, place, value):
 
 
 @pytest.mark.matrix(
-    recipe=RECIPES,
-    place=list(PLACES),
-    value=[float("nan"), float("inf"), float("-inf")],
-    world_size=[2, 3],
+    recipe=RECIPES, place=list(PLACES), value=[float("nan"), float("inf"), float("-inf")], world_size=[2, 3]
 )
 @on_ranks(lambda given: given["world_size"])
 def test_a_bad_value_on_one_rank_gives_the_same_numbers_on_all(rank, recipe, place, value, world_size):

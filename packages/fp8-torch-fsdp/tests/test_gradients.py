@@ -19,7 +19,6 @@ from tests.helpers.fsdp_models import Block, converted, decoded, mesh_of, seeded
 from tests.helpers.fsdp_training import batch, loss_of, sgd, train
 from tests.helpers.ranks import on_ranks
 
-pytestmark = pytest.mark.distributed
 BLOCK, NEAREST = 128, {"rounding": "nearest"}
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -37,10 +36,8 @@ def rows_of(rank, ranks, length, kind):
 
 def expected(ranks, length, kind, settings):
     """What the ranks compute, by the definitions in NumPy: [ranks, length] and [ranks, 5]."""
-    fmt, rows = (
-        settings.get("format", "e4m3"),
-        [rows_of(r, ranks, length, kind).astype(np.float32) for r in range(ranks)],
-    )
+    fmt = settings.get("format", "e4m3")
+    rows = [rows_of(r, ranks, length, kind).astype(np.float32) for r in range(ranks)]
     random = [None if settings.get("rounding") else (settings.get("seed", 0) | r << 32, 0) for r in range(ranks)]
     sent = [round_gradients(own, fmt, random=bits) for own, bits in zip(rows, random, strict=True)]
     codes, scales = (np.stack([getattr(one, name) for one in sent], 1) for name in ("data", "scale"))

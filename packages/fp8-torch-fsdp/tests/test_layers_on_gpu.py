@@ -3,11 +3,8 @@
 Each test also runs on a CPU, where it proves its own program and nothing about a GPU.
 """
 
-import contextlib
 import copy
 import functools
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -22,11 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_torch_fsdp as f8
 from tests.helpers.collectives import KINDS, CollectiveCounter
+from tests.helpers.gpu import DEVICES, graph_of, sync_debug
+from tests.helpers.processes import python
 
 RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
 SHAPES = [(16, 16, 16), (1, 256, 512), (17, 512, 256), (128, 512, 1024), (300, 1024, 512), (2, 64, 1536, 512)]
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ON_EACH = pytest.mark.parametrize(
     ("recipe", "device"),
     [(r, "cpu") for r in ("tensorwise_delayed", "mxfp8")]
@@ -92,18 +90,6 @@ def test_products_are_those_of_emulation(recipe, shape, dtype, device):
     for got, want in zip(*results, strict=True):
         assert got.dtype == want.dtype == dtype
         close(got, want, dtype)
-
-
-@contextlib.contextmanager
-def sync_debug(device, mode):
-    """Let CUDA warn of, or raise ("error") at, every place where the host waits for the device."""
-    if device == "cuda":
-        torch.cuda.set_sync_debug_mode(mode)
-    try:
-        yield
-    finally:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def train_two_ranks(rank, world_size, recipe, device):
@@ -189,7 +175,7 @@ def test_the_host_does_not_wait_in_a_step(recipe, device):
     step = training_step(model_on(device, recipe), x)
     for _ in range(3):  # the first ones make tables, and ask whether delayed scales are ready
         step()
-    with sync_debug(device, "error"):
+    with sync_debug(device):
         loss = step()
     assert loss.isfinite()
 
@@ -199,7 +185,7 @@ def test_a_graph_of_the_second_step_trains_like_eager_steps(recipe, device):
     x = torch.randn(128, 256, device=device, dtype=torch.bfloat16)
     eager, twin = model_on(device, recipe), model_on(device, recipe)
     plain, captured = training_step(eager, x), training_step(twin, x)
-    replay = captured if device == "cpu" else graph_of(captured)
+    replay = captured if device == "cpu" else graph_of(captured).replay
     if device == "cpu":
         captured()  # the plain step before a capture
     plain()
@@ -208,19 +194,6 @@ def test_a_graph_of_the_second_step_trains_like_eager_steps(recipe, device):
         replay()
     for one, other in zip(eager.parameters(), twin.parameters(), strict=True):
         close(other, one, torch.bfloat16)
-
-
-def graph_of(step):
-    """Make one plain step, capture the next one without running it, and return what replays it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 CAPTURE = """
@@ -242,10 +215,7 @@ except Fp8UnsupportedError as error:
 @pytest.mark.gpu
 def test_a_capture_without_a_step_before_it_is_refused():
     """In a process of its own, where no kernel was launched before."""
-    command = [sys.executable, "-c", CAPTURE, str(Path(__file__).parent)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "before the capture" in done.stdout, done.stdout
+    assert "before the capture" in python("-c", CAPTURE, Path(__file__).parent)
 
 
 @ON_EACH

@@ -12,8 +12,6 @@ from tests.helpers.fsdp_models import DIM, Block, converted, mesh_of, seeded
 from tests.helpers.fsdp_training import adamw, batch, unlike, whole
 from tests.helpers.ranks import on_ranks
 
-pytestmark = pytest.mark.distributed
-
 MICROBATCHES, STEPS = 4, 3
 SCHEDULES = {"1F1B": (Schedule1F1B, 1), "interleaved": (ScheduleInterleaved1F1B, 2)}
 

@@ -14,8 +14,6 @@ from tests.helpers.fsdp_models import converted, mesh_of, seeded, shard
 from tests.helpers.fsdp_training import batch, loss_of, plain_twin
 from tests.helpers.ranks import on_ranks
 
-pytestmark = pytest.mark.distributed
-
 
 def layers():
     return nn.Sequential(nn.Linear(24, 10), nn.GELU(), nn.Linear(10, 8), nn.Linear(8, 6, bias=False))

@@ -34,8 +34,6 @@ from tests.helpers.fsdp_rows import Row, both_gathers, check_all
 from tests.helpers.fsdp_training import batch, tokens, train
 from tests.helpers.ranks import on_ranks
 
-pytestmark = pytest.mark.distributed
-
 
 def replicated(recipe):
     model = converted(seeded(blocks), recipe)

@@ -44,11 +44,7 @@ def both_ways(make=net, *shape, prepare=lambda model: model):
 
 
 @pytest.mark.matrix(
-    "each",
-    recipe=list(CASTS),
-    world_size=[2, 1],
-    widths=list(WIDTHS),
-    dtype=[torch.float32, torch.bfloat16],
+    "each", recipe=list(CASTS), world_size=[2, 1], widths=list(WIDTHS), dtype=[torch.float32, torch.bfloat16]
 )
 @on_ranks(lambda given: given["world_size"])
 def test_steps_equal_those_of_fsdp2(rank, recipe, world_size, widths, dtype):

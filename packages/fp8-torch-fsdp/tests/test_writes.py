@@ -70,10 +70,8 @@ def test_data_of_another_form_is_refused(value):
 @pytest.mark.parametrize("recipe", ["tensorwise", "tensorwise_delayed", "rowwise"])
 def test_data_of_another_dtype_makes_a_weight_of_that_dtype(recipe):
     """Accelerate makes float32 parameters of bfloat16 ones so, before it shards them."""
-    low, twin = (
-        converted(seeded(two_layers).bfloat16(), recipe),
-        converted(seeded(two_layers).bfloat16().float(), recipe),
-    )
+    low = converted(seeded(two_layers).bfloat16(), recipe)
+    twin = converted(seeded(two_layers).bfloat16().float(), recipe)
     optimizer = torch.optim.AdamW(low.parameters())
     for parameter in low.parameters():
         parameter.data = parameter.data.to(torch.float32)

@@ -8,14 +8,11 @@ import ast
 import importlib.util
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import torch
 
-ROOT = Path(__file__).parents[3]
+from tests.helpers.processes import on_a_pretended_gpu, python
+
 HEADER = "import triton\nimport triton.language as tl\nfrom torch._inductor.runtime import triton_helpers\n"
 HEADER += "from torch._inductor.runtime.triton_helpers import libdevice, math as tl_math\n"
 SOURCES = """
@@ -52,19 +49,13 @@ INEXACT = re.compile(r"\.ftz|div\.full|div\.approx|rcp\.approx|fma\.rn\.f32|ex2\
 TO_FP8 = re.compile(r"cvt\.\S*\.e[45]m[23]x2\.\S+")
 BLOCKS = {"XBLOCK": 8, "YBLOCK": 32, "R0_BLOCK": 256}
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="a GPU can be pretended to torch 2.13 alone"),
-    pytest.mark.skipif(sys.platform != "linux", reason="a GPU can be pretended on Linux alone"),
-]
+pytestmark = [pytest.mark.timeout(600), on_a_pretended_gpu]
 
 
 def written(folder, capability, *recipes):
     """Return the source of every kernel that Inductor writes for one layer on a compute capability, by recipe."""
     output = folder / f"{capability}.json"
-    command = [sys.executable, "-c", SOURCES, str(output), capability, *recipes]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-c", SOURCES, output, capability, *recipes)
     return json.loads(output.read_text())
 
 
@@ -134,9 +125,7 @@ def test_on_8_9_where_triton_rounds_twice_no_cast_is_fused(sources, tmp_path):
 
 def test_what_a_fused_producer_computed_is_rounded_before_the_cast(tmp_path):
     """On a CPU Inductor rounds it by itself, so that no result there would tell."""
-    command = [sys.executable, "-c", PRODUCER, str(tmp_path / "sources.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-c", PRODUCER, tmp_path / "sources.json")
     (source,) = json.loads((tmp_path / "sources.json").read_text())
     product = re.search(r"(tmp\d+) = tmp\d+ \* tmp\d+\n", source)
     uses = re.findall(rf"\b{product[1]}\b(.*)", source[product.end() :])

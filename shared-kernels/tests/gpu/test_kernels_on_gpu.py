@@ -16,6 +16,7 @@ if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
     from fp8_common.presets import te_delayed
     from fp8_common.torch import casts, delayed, foreach
     from tests.helpers import kernel_inputs as inputs
+    from tests.helpers.gpu import graph_of
 
     globals().update(inputs.kernel_tests("test_*kernels.py"))
 
@@ -45,17 +46,6 @@ if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
         data = casts.quantize(x, inputs.number(2), f8.E4M3)
         assert data[-2:].float().tolist() == [2.0, -448.0]
 
-    def graphed(work):
-        """Capture `work` in a CUDA graph after a warm-up and return the graph."""
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            work()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        return graph
-
     def test_cuda_graphs_replay_on_new_data():
         x = inputs.tensor(inputs.calm((256, 512), "bfloat16"))
         shards = [inputs.tensor(inputs.calm((n,), "bfloat16")) for n in (0, 5, 70000)]
@@ -70,7 +60,7 @@ if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
             amax = results["keys"].view(torch.float32)
             results["history"], results["next"], _ = delayed.update_by_kernel(history, amax, scale, fmax, te_delayed())
 
-        graph = graphed(work)
+        graph = graph_of(work)
         for factor in (3.0, 0.1):
             x.mul_(factor)
             shards[2].mul_(factor)

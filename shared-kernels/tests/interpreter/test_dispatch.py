@@ -38,10 +38,7 @@ CALLS = {
     "fake": (lambda x: f8t.fake_quantize(x, TWO, "e4m3"), ["cast", "dequantize"]),
     "tensorwise": (lambda x: casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL)[:3], ["amax", "cast"]),
     "with amax": (lambda x: casts.quantize_with_amax(x, TWO, f8.E4M3)[:2], ["cast"]),
-    "folded": (
-        lambda x: casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL, (1, 0), fold=torch.linspace(1, 3, 160))[:3],
-        ["rowwise"],
-    ),
+    "folded": (lambda x: casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL, (1, 0), fold=FOLD)[:3], ["rowwise"]),
     "columns": (lambda x: f8t.quantize_rowwise(x, "e4m3", axis=0), []),
     "a scale per row": (lambda x: f8t.quantize(x, torch.ones(12, 1), "e4m3"), []),
     "fnuz": (lambda x: f8t.quantize(x, TWO, "e4m3fnuz"), []),

@@ -20,11 +20,7 @@ def group_of_rows(name, rows):
 
 
 @pytest.mark.matrix(
-    dtype=list(DTYPES),
-    fmt=FORMATS,
-    shape=[(300, 517), (128, 160), (300, 16)],
-    name=list(GROUPS),
-    columns=[False, True],
+    dtype=list(DTYPES), fmt=FORMATS, shape=[(300, 517), (128, 160), (300, 16)], name=list(GROUPS), columns=[False, True]
 )
 def test_groups_of_rows_are_cast_with_scales_of_their_own(dtype, fmt, shape, name, columns):
     x, (ends, group) = planted(shape, dtype, fmt), group_of_rows(name, shape[0])

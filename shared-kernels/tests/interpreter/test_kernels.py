@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import fp8_common as f8
+from fp8_common.policy import MX_MODES
 from fp8_common.testing import adversarial_amax, all_bfloat16, all_float16, assert_same_bits
 from fp8_common.testing.compare import as_numpy
 from fp8_common.torch import casts, decoding
@@ -91,25 +92,26 @@ def test_blocks_and_the_way_back(dtype, fmt, shape, rows):
         assert_same_bits(back, f8.dequantize_blockwise(*want, fmt, block, DTYPES[dtype]))
 
 
-@pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=SHAPES, mode=["floor", "ceil", "even", "rceil", "stable"])
+def assert_mx(x, fmt, mode):
+    """Compare data and codes of scales with the definition, and return both."""
+    made, want = casts.quantize_mx(tensor(x), f8.get_format(fmt), mode), f8.quantize_mx(x, fmt, mode)
+    assert_same_bits(made[1], want.scale, fmt="e8m0")
+    assert_same_bits(made[0], want.data, fmt=fmt, source=x)
+    return made, want
+
+
+@pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=SHAPES, mode=MX_MODES)
 def test_mx_and_the_way_back(dtype, fmt, shape, mode):
     for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
-        data, codes = casts.quantize_mx(tensor(x), f8.get_format(fmt), mode)
-        want = f8.quantize_mx(x, fmt, mode)
-        assert_same_bits(codes, want.scale, fmt="e8m0")
-        assert_same_bits(data, want.data, fmt=fmt, source=x)
+        (data, codes), want = assert_mx(x, fmt, mode)
         back = decoding.dequantize_mx(data, codes, f8.get_format(fmt), getattr(torch, dtype))
         assert_same_bits(back, f8.dequantize_mx(*want, fmt, DTYPES[dtype]))
 
 
-@pytest.mark.parametrize("mode", ["floor", "ceil", "even", "rceil", "stable"])
+@pytest.mark.parametrize("mode", MX_MODES)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_mx_codes_of_every_kind_of_amax(fmt, mode):
-    x = np.repeat(adversarial_amax(), 32).reshape(-1, 32)
-    data, codes = casts.quantize_mx(tensor(x), f8.get_format(fmt), mode)
-    want = f8.quantize_mx(x, fmt, mode)
-    assert_same_bits(codes, want.scale, fmt="e8m0")
-    assert_same_bits(data, want.data, fmt=fmt, source=x)
+    assert_mx(np.repeat(adversarial_amax(), 32).reshape(-1, 32), fmt, mode)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -10,8 +10,8 @@ SEED = 7
 formats = pytest.mark.parametrize("fmt", DATA_FORMATS, ids=str)
 
 
-def draw(shape, seed=SEED):
-    return np.random.default_rng(seed).integers(0, 2**32, shape, dtype=np.uint32)
+def draw(shape):
+    return np.random.default_rng(SEED).integers(0, 2**32, shape, dtype=np.uint32)
 
 
 def rounded(x, fmt, word):

@@ -38,9 +38,6 @@ class Model(nn.Module):
         self.head.weight = self.embed.weight
         self.register_buffer("angles", torch.arange(5.0))
 
-    def forward(self, x):
-        return self.head(self.norm(self.down(self.up(x))))
-
 
 def casts(cast):
     return {"up": cast, "down": cast}

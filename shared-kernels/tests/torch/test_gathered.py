@@ -1,7 +1,5 @@
 """Gathered weights: FP8 codes that act as a weight, made and brought up to date as FSDP2 wants it."""
 
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch.nn.functional as F
 from fp8_common import CastRecipe
 from fp8_common.torch.sharding.gathered import GatheredWeight, finish_gather
 from fp8_common.torch.sharding.scale_grid import ScaleGrid
+from tests.helpers.tensors import reloaded
 
 
 def test_a_gather_is_wrapped_once_and_refilled_in_place():
@@ -51,10 +50,7 @@ def test_it_is_not_written_to():
 
 
 def test_it_is_saved_and_loaded():
-    stored = io.BytesIO()
-    torch.save(gathered_weight(), stored)
-    stored.seek(0)
-    loaded = torch.load(stored, weights_only=True)
+    loaded = reloaded(gathered_weight())
     assert isinstance(loaded, GatheredWeight)
     assert loaded.tolist() == gathered_weight().tolist()
 

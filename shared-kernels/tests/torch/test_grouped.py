@@ -104,11 +104,11 @@ def stack(recipe):
     return LinearSpec(config, weight)
 
 
-def run(recipe, sizes, dtype=torch.bfloat16, columns=COLUMNS):
+def run(recipe, sizes, dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(EXPERTS, ROWS, columns, generator=generator).to(dtype)
+    weight = torch.randn(EXPERTS, ROWS, COLUMNS, generator=generator).to(dtype)
     weight = (weight * 8.0 ** torch.arange(EXPERTS)[:, None, None]).to(dtype).requires_grad_()
-    x = torch.randn(sum(sizes) + 3, columns, generator=generator).to(dtype)
+    x = torch.randn(sum(sizes) + 3, COLUMNS, generator=generator).to(dtype)
     x[sum(sizes) :] = torch.nan
     x.requires_grad_()
     y = fp8_linear(x, weight, stack(recipe), torch.tensor(sizes).cumsum(0))

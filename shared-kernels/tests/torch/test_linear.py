@@ -92,10 +92,10 @@ def test_matmuls_are_differentiated_once():
         first.sum().backward()
 
 
-def gradients(spec, **options):
+def gradients(spec, function=fp8_linear, rows=(ROWS,), **options):
     generator = torch.Generator().manual_seed(0)
-    x, w, grad = (torch.randn(s, generator=generator) for s in ((ROWS, IN), (OUT, IN), (ROWS, OUT)))
-    y = fp8_linear(x.requires_grad_(), w.requires_grad_(), spec, **options)
+    x, w, grad = (torch.randn(s, generator=generator) for s in ((*rows, IN), (OUT, IN), (*rows, OUT)))
+    y = function(x.requires_grad_(), w.requires_grad_(), spec, **options)
     y.backward(grad)
     return y.detach(), x.grad, w.grad
 
@@ -193,11 +193,7 @@ def test_float32_is_asked_of_the_device_where_it_writes_it(monkeypatch, capabili
 
 @pytest.mark.matrix("each", recipe=RECIPES, saved=[True, False])
 def test_compiled_layers_are_one_graph_with_the_same_bits(recipe, saved):
-    spec, results = spec_of(LinearConfig(recipe=recipe, fp8_saved_input=saved)), []
-    for function in (fp8_linear, torch.compile(fp8_linear, backend="aot_eager", fullgraph=True)):
-        generator = torch.Generator().manual_seed(1)
-        x, w, grad = (torch.randn(s, generator=generator) for s in ((2, ROWS, IN), (OUT, IN), (2, ROWS, OUT)))
-        y = function(x.requires_grad_(), w.requires_grad_(), spec, record=True)
-        y.backward(grad)
-        results.append((y.detach(), x.grad, w.grad))
+    spec = spec_of(LinearConfig(recipe=recipe, fp8_saved_input=saved))
+    compiled = torch.compile(fp8_linear, backend="aot_eager", fullgraph=True)
+    results = [gradients(spec, function, rows=(2, ROWS), record=True) for function in (fp8_linear, compiled)]
     assert all(map(torch.equal, *results))

@@ -7,6 +7,7 @@ import torch
 
 from fp8_common import CastRecipe, Fp8Error
 from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
+from tests.helpers.tensors import same
 
 GRANULARITIES = ("tensorwise", "rowwise", "blockwise_128x128")
 SHAPES = ((5, 7), (128, 128), (200, 300), (3, 130, 150), (1, 1), (0, 4), (4, 0))
@@ -33,22 +34,16 @@ def random_weight(shape):
     return torch.randn(shape, generator=generator) * torch.logspace(-3, 3, max(1, shape[-1]))[: shape[-1]]
 
 
-def same_bits(a, b):
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
-
-
 def assert_whole(grid, weight, parts):
     """Compare the codes of parts, with the scales that all agree on, with those of the whole; return these scales."""
     whole = grid.quantize_whole(weight)
     assert tuple(whole.scale.shape) == grid.shape(weight.shape)
     bits = torch.stack([grid.amax_bits(part, region) for part, region in parts]).amax(0)
     scales = grid.scales(bits, weight.shape)
-    assert same_bits(scales, whole.scale)
+    assert same(scales, whole.scale)
     for part, region in parts:
         place = tuple(slice(start, start + n) for start, n in zip(region.offset, part.shape, strict=True))
-        assert same_bits(grid.quantize_part(part, scales, region), whole.codes[place])
+        assert same(grid.quantize_part(part, scales, region), whole.codes[place])
     return scales
 
 
@@ -82,8 +77,8 @@ def test_experts_and_transposed_weights_are_scaled_like_matrices_of_their_own(gr
     for expert in range(3):
         alone = grid_of(granularity).quantize_whole(weight[expert])
         turned = grid_of(granularity, transposed=True).quantize_whole(weight[expert].t().contiguous())
-        assert same_bits(stacked.codes[expert], alone.codes)
-        assert same_bits(turned.codes.t(), alone.codes)
+        assert same(stacked.codes[expert], alone.codes)
+        assert same(turned.codes.t(), alone.codes)
         assert torch.equal(stacked.scale[expert].reshape(-1), alone.scale.reshape(-1))
         scale = turned.scale.t() if turned.scale.ndim else turned.scale
         assert torch.equal(scale.reshape(-1), alone.scale.reshape(-1))
@@ -107,7 +102,7 @@ def test_a_changed_part_is_seen_beside_its_codes(granularity, stacked, transpose
     bits = grid.amax_bits(part, region)
     scales = grid.scales(bits, region.full_shape)
     codes, changed = grid.quantize_and_compare(part, scales, bits, region)
-    assert same_bits(codes, grid.quantize_part(part, scales, region))
+    assert same(codes, grid.quantize_part(part, scales, region))
     assert not changed
     assert grid.quantize_and_compare(part * 2, scales, bits, region)[1]
 

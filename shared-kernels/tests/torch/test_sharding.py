@@ -14,6 +14,7 @@ from fp8_common import CastRecipe, Fp8UnsupportedError
 from fp8_common.torch.sharding import fsdp
 from fp8_common.torch.sharding.agreement import group_of_parts
 from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
+from tests.helpers.ranks import on_ranks
 
 READ_NAMES = {
     "FSDPState": "_is_root _modules _state_ctx _fsdp_param_group _lazy_init _device_handle post_optim_event",
@@ -42,7 +43,8 @@ def test_what_is_not_sharded_has_no_shards_and_no_root():
         fsdp.find_root(lambda local: False)
 
 
-def describe_shards(rank, world_size):
+@on_ranks(2)
+def test_shards_say_where_they_lie(rank):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 5, bias=False)))
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -55,9 +57,9 @@ def describe_shards(rank, world_size):
         assert region.full_shape == whole[name].shape
         assert torch.equal(local, whole[name][first : first + local.shape[0]])
         assert shard.parameter is model.get_parameter(name)
-        assert shard.padded_shape[0] == -(-region.full_shape[0] // world_size)
+        assert shard.padded_shape[0] == -(-region.full_shape[0] // 2)
         assert region.offset == (*fsdp.region_of(shard.parameter).offset,)
-        assert shard.peers() == tuple(range(world_size))
+        assert shard.peers() == (0, 1)
         assert not shard.is_gathered
         assert fsdp.find_root(lambda other, own=local: other is own) is model
         found[name] = (first, local.shape[0])
@@ -72,17 +74,13 @@ def describe_shards(rank, world_size):
     shard.reshard()
     assert not shard.is_gathered
     shard.reshard()
-    return found
+    first = {"0.weight": (0, 2), "0.bias": (0, 2), "1.0.weight": (0, 3)}
+    second = {"0.weight": (2, 1), "0.bias": (2, 1), "1.0.weight": (3, 2)}
+    assert found == (second if rank else first)
 
 
-@pytest.mark.distributed
-def test_shards_say_where_they_lie(run_ranks):
-    first, second = run_ranks(2, describe_shards)
-    assert first == {"0.weight": (0, 2), "0.bias": (0, 2), "1.0.weight": (0, 3)}
-    assert second == {"0.weight": (2, 1), "0.bias": (2, 1), "1.0.weight": (3, 2)}
-
-
-def peers_of_tensor_parallelism(rank, world_size):
+@on_ranks(4)
+def test_ranks_that_share_a_scale_are_those_whose_parts_do(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
@@ -102,7 +100,8 @@ def peers_of_tensor_parallelism(rank, world_size):
     assert by_rows.region == Region(torch.Size((4, 4)), (2 * (rank // 2), 0)), "of what FSDP2 gathers"
 
 
-def replicated(rank, world_size):
+@on_ranks(4)
+def test_copies_of_parts_share_a_scale_only_if_they_are_asked_to(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     model = nn.Linear(4, 8, bias=False)
     fully_shard(model, mesh=mesh)
@@ -112,7 +111,8 @@ def replicated(rank, world_size):
     assert group_of_parts(shard.parameter).size() == 2
 
 
-def cut_twice(rank, world_size):
+@on_ranks(4)
+def test_parts_of_weights_that_are_cut_twice_say_where_they_lie_and_who_has_the_others(rank):
     mesh = init_device_mesh("cpu", (2, 2))
     whole = torch.arange(30.0).view(5, 6)
     for placements, size in (([Shard(0), Shard(1)], 4), ([Replicate(), Shard(0)], 2), ([Shard(0), Shard(0)], 4)):
@@ -121,14 +121,3 @@ def cut_twice(rank, world_size):
         assert torch.equal(whole[rows : rows + local.shape[0], columns : columns + local.shape[1]], local)
         assert group_of_parts(tensor).size() == size
     assert group_of_parts(distribute_tensor(whole, mesh, [Replicate(), Replicate()])) is None
-
-
-def agreements(rank, world_size):
-    peers_of_tensor_parallelism(rank, world_size)
-    replicated(rank, world_size)
-    cut_twice(rank, world_size)
-
-
-@pytest.mark.distributed
-def test_ranks_that_share_a_scale_are_those_whose_parts_do(run_ranks):
-    run_ranks(4, agreements)

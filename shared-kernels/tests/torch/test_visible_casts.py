@@ -1,6 +1,5 @@
 """Casts that a compiler may fuse: compiled by Inductor for a CPU, they have the bits of the definition."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -12,8 +11,8 @@ from fp8_common.testing.compare import as_numpy
 from fp8_common.torch import _triton, casts
 from fp8_common.torch.compat import assume_constant_result
 from tests.helpers.conformance_implementations import as_tensor
+from tests.helpers.kernel_inputs import DTYPES
 
-DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 FOLD = torch.linspace(0.5, 2, 96)
 
 

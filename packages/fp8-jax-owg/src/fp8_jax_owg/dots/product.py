@@ -293,7 +293,8 @@ def _forward(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: Li
 def _backward(product: Product, residuals: Any, g: Any) -> tuple[Any, ...]:
     a, b, numbers, extra, live = residuals
     if isinstance(g, jax.custom_derivatives.SymbolicZero):  # what nobody computed arrives as an object, not an array
-        g = jnp.zeros(g.shape, g.dtype)
+        shaped: Any = g.aval
+        g = jnp.zeros(shaped.shape, shaped.dtype)
     # Marks the gradient as well: differentiating the backward is what a second derivative does.
     g = first_order_only(g)
     scaling, (a_back, b_back, *rest) = product.scaling, numbers

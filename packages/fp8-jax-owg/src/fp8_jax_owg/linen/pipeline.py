@@ -18,10 +18,6 @@ from fp8_jax_owg.state.pairs import COLLECTION
 
 STAGE, ROUND = "stage", "round"
 """Names of the added axes in the metadata of partitioned parameters."""
-KEPT = frozenset({"params", COLLECTION})
-"""Collections that a body reads only, mutable or not."""
-SOWN = ("intermediates",)
-"""Collections that may come into being when a module is applied."""
 
 
 class LayerwiseShardablePipelined(nn.Module):
@@ -88,7 +84,9 @@ class LayerwiseShardablePipelined(nn.Module):
             variables = meta.remove_axis(variables, 0, {nn.PARTITION_NAME: name})
         drawn = [name for name in self.rng_collections if self.has_rng(name)]
         key = self.make_rng(drawn[0]) if drawn else None
-        changing = [name for name in {*variables, *SOWN} - KEPT if self.is_mutable_collection(name)]
+        # those that it reads only are not; "intermediates" comes into being when a module is applied
+        kinds = {*variables, "intermediates"} - {"params", COLLECTION}
+        changing = [name for name in kinds if self.is_mutable_collection(name)]
 
         def stage(variables: Mapping[str, Any], h: Any, key: jax.Array | None) -> Any:
             rngs = {} if key is None else dict(zip(drawn, jax.random.split(key, len(drawn)), strict=True))
