@@ -126,6 +126,9 @@ FOUND = {
     "the first step of weights that a load has put in the place of others did not count": (
         *(2, ("forward",), ("load", "assign", 0.5), STEP, ("forward",)),
     ),
+    "a forward after a backward that raised was no forward to FSDP2": (
+        *(2, ("forward",), ("fail_in_backward", 0, False), *ENDING),
+    ),
 }
 """What went wrong in a program that a random choice found: ranks, and operations under delayed scaling."""
 

@@ -37,6 +37,7 @@ __all__ = [
     "in_function_transform",
     "is_in_place",
     "is_view",
+    "keep_versions",
     "local_of",
     "map_local",
     "pytree",
@@ -73,6 +74,8 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of subclasses that see operators in `__torch_dispatch__` alone."""
 assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
 """Raises, without a wait, if a bool scalar is False."""
+keep_versions: Callable[[tuple[torch.Tensor, ...]], Any] = torch.autograd._unsafe_preserve_version_counter
+"""A context in which autograd does not notice writes to tensors."""
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
 """Copies each of the second tensors into one of the first, in one launch."""
 

@@ -24,9 +24,9 @@ from fp8_common.torch.compat import (
     wrapper_of,
     written_tensors,
 )
-from fp8_common.torch.sharding.fsdp import in_backward, unpad
+from fp8_common.torch.sharding.fsdp import unpad
 from fp8_common.torch.sharding.gathered import finish_gather
-from fp8_torch_fsdp.scales.slot import Slot
+from fp8_torch_fsdp.scales.slot import Sent, Slot
 from fp8_torch_fsdp.scales.sync import ScaleSync
 from fp8_torch_fsdp.scales.weight_cast import WeightCast
 
@@ -236,12 +236,11 @@ class ShardedFloat8Weight(torch.Tensor):
             return _wrapped(result, WeightInfo(source.info.cast, source.info))
         return result
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Slot]:
-        """Return what this rank contributes, uint8 codes and of MX their scales, and the weight's slot.
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], tuple[Slot, Sent]]:
+        """Return what this rank contributes, uint8 codes and of MX their scales, and what is known of them.
 
         The first gather of an FSDP root makes its `ScaleSync`. Whether a gather synchronizes depends on where it
         happens and never on what this rank did to its weights: the others may not have done it, and would not answer.
-        A backward gathers the codes of its forward.
 
         Args:
             mesh: The ranks. FSDP2 has forms with more arguments; with this one short ranks can pad their own buffers.
@@ -253,15 +252,13 @@ class ShardedFloat8Weight(torch.Tensor):
         if self.info.slot is None:
             ScaleSync.at_first_gather(self.info)
         slot: Any = self.info.slot
-        slot.sync.before_gather(slot)
-        if slot.writes != self.info.writes and not in_backward():
-            slot.cast_again(self.info.writes)
-        return slot.sends(self.plain), slot
+        sent = slot.sync.to_send(slot, self.info.writes)
+        return tuple(one.to(slot.device, non_blocking=True) for one in sent.codes), (slot, sent)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[torch.Tensor, ...],
-        slot: Slot,
+        known: tuple[Slot, Sent],
         param_dtype: torch.dtype,
         *,
         out: torch.Tensor | None = None,
@@ -270,21 +267,21 @@ class ShardedFloat8Weight(torch.Tensor):
 
         Args:
             all_gather_outputs: uint8 buffers, padded at their ends.
-            slot: What `fsdp_pre_all_gather` returned.
+            known: What `fsdp_pre_all_gather` returned besides.
             param_dtype: The dtype that the weight stands for.
             out: What an earlier gather returned.
 
         Returns:
             A `GatheredWeight` of the whole shape, and nothing more to free; None if `out` is brought up to date.
         """
+        slot, sent = known
         grid, shape = slot.cast.grid, slot.region.full_shape
         codes, *own = all_gather_outputs
-        scale = slot.scale
+        scale = sent.scale
         if slot.is_mx:
             # of one rank alone FSDP2 hands over the first buffer
-            scales = own[0] if own else slot.sends(self.plain)[1].to(codes.device)
-            scale = unpad(scales, grid.shape(shape), torch.uint8)
-        return finish_gather(codes, scale, grid, shape, param_dtype, out=out)
+            scale = unpad(own[0] if own else sent.codes[1].to(codes.device), grid.shape(shape), torch.uint8)
+        return finish_gather(codes, scale, grid, shape, param_dtype, origin=slot, out=out)
 
 
 def _wrapped(result: Any, info: WeightInfo) -> Any:

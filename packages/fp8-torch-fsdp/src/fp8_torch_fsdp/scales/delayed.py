@@ -15,8 +15,8 @@ from torch import nn
 
 from fp8_common import CastRecipe, Format, Fp8Error
 from fp8_common.torch import casts, delayed, foreach
-from fp8_common.torch.compat import copy_each
-from fp8_common.torch.sharding.fsdp import in_backward
+from fp8_common.torch.compat import copy_each, keep_versions
+from fp8_common.torch.sharding.fsdp_forwards import in_backward
 from fp8_torch_fsdp.scales.stale import nan_if_stale
 
 UNOBSERVED = delayed.UNOBSERVED
@@ -298,4 +298,6 @@ def _write(scales: Sequence[DelayedScale], values: dict[str, torch.Tensor]) -> N
     for dtype in {rows.dtype: None for rows in values.values()}:
         alike = {name: rows for name, rows in values.items() if rows.dtype is dtype}
         buffers = [getattr(scale, name) for name in alike for scale in scales]
-        copy_each(buffers, [part for rows in alike.values() for part in _parts(scales, rows)])
+        # A compiled backward may read a scale again. Between it and its forward values change with steps alone.
+        with keep_versions(tuple(buffers)):
+            copy_each(buffers, [part for rows in alike.values() for part in _parts(scales, rows)])

@@ -4,6 +4,7 @@ On a GPU a launch per weight costs more than the work. Weights that have a singl
 and one for all casts of a format; others go one by one.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,31 @@ from fp8_common.torch.sharding.fsdp import Shard, check_gathers, pad_rows
 from fp8_common.torch.sharding.scale_grid import Region
 from fp8_torch_fsdp.scales.delayed import in_use
 from fp8_torch_fsdp.scales.weight_cast import WeightCast
+
+
+class Sent:
+    """What one rank sends of a weight in one forward, and the scales that go with it.
+
+    Args:
+        slot: The weight.
+        number: A number and its int64 scalar on the CPU; no codes of other values have the same.
+        codes: uint8, codes of `padded_shape`, and of MX their scales, where the part is; none in compiled graphs.
+    """
+
+    __slots__ = ("codes", "mark", "number", "own_bits", "scale")
+
+    def __init__(self, slot: "Slot", number: tuple[int, torch.Tensor], codes: tuple[torch.Tensor, ...]) -> None:
+        (self.number, self.mark), self.codes = number, codes
+        self.scale, self.own_bits = slot.scale, slot.own_bits
+
+
+_numbers = itertools.count(1)
+
+
+def next_number() -> tuple[int, torch.Tensor]:
+    """Return a new number for codes."""
+    number = next(_numbers)
+    return number, torch.tensor(number)
 
 
 class Slot:
@@ -36,8 +62,9 @@ class Slot:
         scale: float32 scales of the whole weight that the ranks agreed on last; empty of MX.
         own_bits: int32 [k], the amax bits of this rank's part at that time.
         bits: int32 [k], those of the whole weight.
-        codes: What this rank sends, uint8: codes of `padded_shape`, and of MX their scales; None where that is cast
-            when it is gathered.
+        newest: What this rank sends, as the ranks agreed last; None before.
+        number: Number of the codes that FSDP2 holds gathered or gathers now.
+        mark: The same as an int64 scalar on the CPU.
         writes: How many writes to the part had been seen when it was cast.
         casts: How often the part was cast.
         sync: The `ScaleSync` that it belongs to.
@@ -59,7 +86,8 @@ class Slot:
         self.is_static = cast.grid.cast.static_scale is not None or self.is_mx
         self.scale = self._first_scale()
         self.own_bits = self.bits = torch.zeros(0, dtype=torch.int32, device=device)
-        self.codes: tuple[torch.Tensor, ...] | None = None
+        self.newest: Sent | None = None
+        self.number, self.mark = 0, torch.tensor(0)
         self.writes = self.casts = 0
         self.sync: Any = None
 
@@ -77,6 +105,15 @@ class Slot:
         if self.scale.device != self.device:
             self.scale = self._first_scale()
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether FSDP2 holds the newest codes gathered, and was told not to reshard them."""
+        return self.shard is not None and self.shard.stays_gathered and self.number == getattr(self.newest, "number", 0)
+
+    def take(self, sent: "Sent") -> None:
+        """Let `scale` and `own_bits` be those of another forward: compiled graphs read them."""
+        self.scale, self.own_bits = sent.scale, sent.own_bits
+
     def _first_scale(self) -> torch.Tensor:
         """Return the constant scale of the recipe, or 1 until the ranks have agreed."""
         if self.is_mx:
@@ -93,19 +130,16 @@ class Slot:
         """Return the int32 amax bits [k] of the part, where the ranks agree."""
         return self.cast.grid.amax_bits(self.part, self.region).to(self.device, non_blocking=True)
 
-    def sends(self, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return `codes`, or those of `part`, which is cast now."""
-        return self.quantized(part) if self.codes is None else self.codes
-
     def quantized(self, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return what this rank sends of `part`, the part on any device; see `codes`."""
+        """Return the uint8 codes of `padded_shape` that this rank sends of `part`, and of MX their scales."""
         self.casts += 1
         grid = self.cast.grid
         if self.is_mx:
             made = casts.quantize_mx(part, grid.cast.fp8_format, grid.cast.policy.mx_mode)
             shapes = self.padded_shape, grid.shape(self.padded_shape)
             return tuple(pad_rows(one, shape) for one, shape in zip(made, shapes, strict=True))
-        return (pad_rows(grid.quantize_part(part, self.scale, self.region), self.padded_shape),)
+        scale = self.scale.to(part.device)  # CPU offload keeps parts and what they send on the host
+        return (pad_rows(grid.quantize_part(part, scale, self.region), self.padded_shape),)
 
     def cast_again(self, writes: int) -> None:
         """Cast a part that was written to since the forward of its root began, with the scales of before.
@@ -121,7 +155,7 @@ class Slot:
                 "ranks agreed on before. Change weights before the forward of the root."
             )
         self.writes = writes
-        self.codes = None if self.codes is None else self.quantized(self.part)
+        self.newest = Sent(self, next_number(), self.quantized(self.part))
 
 
 def amax_bits(slots: Sequence[Slot]) -> list[torch.Tensor]:
@@ -161,18 +195,20 @@ def _rule(slot: Slot) -> object:
 def quantize(slots: Sequence[Slot]) -> None:
     """Make what this rank sends of all weights; one launch for all that have one scale of a format."""
     for slot in slots:
-        slot.codes = None
-    # Under CPU offload the part is uploaded for each gather, and cast then; in graphs it is cast there.
-    here = [slot for slot in slots if slot.shard is not None and slot.part.device == slot.device]
-    for own in foreach.alike(filter(_one_scale, here), lambda slot: slot.cast.grid.cast.fp8_format):
-        scales = torch.stack([slot.scale for slot in own])
+        slot.newest = None
+    made: dict[Slot, tuple[torch.Tensor, ...]] = {}
+    # In the graphs of `fully_shard_traceable` the layers cast.
+    here = [slot for slot in slots if slot.shard is not None]
+    for own in foreach.alike(filter(_one_scale, here), lambda slot: (slot.cast.grid.cast.fp8_format, slot.part.device)):
+        scales = torch.stack([slot.scale for slot in own]).to(own[0].part.device)
         fmt: Format = own[0].cast.grid.cast.fp8_format
         for slot, codes in zip(own, foreach.quantize([slot.part for slot in own], scales, fmt), strict=True):
-            slot.codes = (pad_rows(codes, slot.padded_shape),)
+            made[slot] = (pad_rows(codes, slot.padded_shape),)
             slot.casts += 1
-    for slot in here:
-        if slot.codes is None:
-            slot.codes = slot.quantized(slot.part)
+    number = next_number()
+    for slot in slots:
+        codes = () if slot.shard is None else made.get(slot) or slot.quantized(slot.part)
+        slot.newest = Sent(slot, number, codes)
 
 
 def _one_scale(slot: Slot) -> bool:

@@ -9,8 +9,9 @@ from fp8_common.torch.compat import assert_on_device
 def nan_if_stale(scale: torch.Tensor, stale: torch.Tensor, message: str) -> torch.Tensor:
     """Return the scale, unless it is stale.
 
-    No Python branch on a tensor: it would break graphs, and wait for a GPU. An assertion on a GPU would end its
-    context, and with it the process; there a stale scale is NaN, and so is every result of it.
+    No Python branch on a tensor: it would break graphs, and wait for a GPU. There an assertion would end the process:
+    a stale scale is NaN, and so is every result of it. Compilers that recompute a cast leave assertions out, so it is
+    NaN on a CPU too, where an assertion raises otherwise.
 
     Args:
         scale: float32, any shape.
@@ -20,21 +21,19 @@ def nan_if_stale(scale: torch.Tensor, stale: torch.Tensor, message: str) -> torc
     Raises:
         RuntimeError: The scale is stale, on a CPU.
     """
-    if scale.device.type != "cpu":
-        return scale.masked_fill(stale, torch.nan)
-    assert_on_device(~stale, message)
-    return scale
+    if scale.device.type == "cpu":
+        assert_on_device(~stale, message)
+    return scale.masked_fill(stale, torch.nan)
 
 
 def tell_others_if_stale(codes: torch.Tensor, stale: torch.Tensor, fmt: Format) -> None:
     """Write NaN to the first row of FP8 codes that other ranks will gather, if they were made with a stale scale.
 
-    They have the scale that this rank does not use any more. On a CPU `nan_if_stale` has raised.
+    They have the scale that this rank does not use any more.
 
     Args:
         codes: float8 [rows, ...], changed in place.
         stale: bool scalar.
         fmt: Their format.
     """
-    if codes.device.type != "cpu":
-        codes.view(torch.uint8)[:1].masked_fill_(stale, fmt.nan_code)
+    codes.view(torch.uint8)[:1].masked_fill_(stale, fmt.nan_code)

@@ -4,8 +4,8 @@ One object serves FSDP roots, models under `fully_shard_traceable`, and the dela
 not gathered in FP8. It remembers nothing about writes to weights: it computes the amax of each in every forward, in one
 all-reduce for all. Whether ranks reduce depends on what they call, never on what one of them did to its weights.
 
-The reduction runs in a hook before the root's own pre-forward. Gathers inside of that forward and of its backward never
-reduce; those of `unshard()` and of a submodule that is called alone do, once for each group that is gathered together.
+The reduction runs where FSDP2 begins a forward: of the root, of a submodule that is called alone, of a registered
+method. Gathers inside of that forward and of its backward never reduce; `unshard()` does, once for each group.
 """
 
 import contextlib
@@ -22,14 +22,16 @@ from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error
 from fp8_common.torch.compat import forward_hooks
-from fp8_common.torch.sharding import fsdp
+from fp8_common.torch.sharding import fsdp, fsdp_forwards
 from fp8_common.torch.sharding.agreement import max_over_ranks
+from fp8_common.torch.sharding.fsdp_forwards import in_backward
 from fp8_common.torch.sharding.replaced import watch_optimizers
 from fp8_torch_fsdp import _compat as compat
 from fp8_torch_fsdp.scales import delayed, steps
 from fp8_torch_fsdp.scales.delayed import DelayedScale, delayed_scales
+from fp8_torch_fsdp.scales.forwards import Forwards
 from fp8_torch_fsdp.scales.groups import Group, sorted_by_ranks
-from fp8_torch_fsdp.scales.slot import Slot, amax_bits, fill_scales, quantize
+from fp8_torch_fsdp.scales.slot import Sent, Slot, amax_bits, fill_scales, quantize
 
 SETTLES_AFTER = 8
 """How many steps the host asks the device whether delayed scales are ready, at most."""
@@ -61,6 +63,7 @@ class ScaleSync:
         self._parameter_ids = set[int]()  # as optimizers hold them; where there are delayed scales
         self.slots = [slot for group in self.groups for slot in group.slots]
         self.sharded, self._held, self._looks_left = sharded, list(held), SETTLES_AFTER
+        self.forwards, self._slots_of = Forwards(self.slots), dict[tuple[nn.Module, ...], list[Slot]]()
         # whether a forward has begun and not returned, and what delayed scales had observed when it began
         self._running, self._observed = False, list[tuple[list[DelayedScale], torch.Tensor]]()
         for slot in self.slots:
@@ -74,8 +77,10 @@ class ScaleSync:
                 scale.sync = self
             self._collect_parameters(root)
             steps.watch(self)
-        if sharded:
-            # prepend: before the hook of FSDP2, which starts the first gather, and those of others that use the layers
+        if sharded and isinstance(root, FSDPModule):
+            fsdp_forwards.on_forwards(root, self._before_fsdp_forward, self._after_fsdp_forward)
+        elif sharded:
+            # prepend: before hooks of others that use the layers
             root.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
             root.register_forward_hook(torch.compiler.disable(self._after_forward))
 
@@ -108,8 +113,8 @@ class ScaleSync:
             slots = [_slot_of(shard) for shard in gathered]
             self = cls(root, sorted_by_ranks(slots, delayed_scales(root), held), held, sharded=True)
         with self._alone(root):
-            self.synchronize()
-        self._running = fsdp.in_forward(root)
+            self.begin(self.slots)
+        self._running = fsdp.in_any_forward(root)
 
     def __deepcopy__(self, memo: dict) -> None:
         """Return None: the copied model makes its own.
@@ -137,33 +142,45 @@ class ScaleSync:
         for group in self.groups:
             group.scales = [own for own in group.scales if own is not scale]
 
-    def before_gather(self, slot: Slot) -> None:
-        """Synchronize the weights of one FSDP group, where it is gathered outside of the root's forward and backward.
+    def to_send(self, slot: Slot, writes: int) -> Sent:
+        """Return what this rank sends of a weight that FSDP2 gathers now.
 
-        In `unshard()` and in parts that are called alone. All ranks gather the same group, and its first weight first.
+        In a backward that of its forward. In `unshard()`, outside of both, all ranks gather the same group, and its
+        first weight first: its weights are synchronized then.
+
+        Args:
+            slot: The weight.
+            writes: How many operators have written to it.
+
+        Raises:
+            Fp8StaleError: The weight was written to inside of a forward and has outgrown its scale.
         """
-        root = self._root()
-        if root is None or fsdp.in_backward() or fsdp.in_forward(root) or slot.shard is None:
-            return
-        together = [
-            one for one in self.slots if one.shard is not None and one.shard.fsdp_group is slot.shard.fsdp_group
-        ]
-        if together[0] is not slot:
-            return
-        with self._alone(root):
-            self.synchronize(only=together)
-            if root.training and fsdp.in_any_forward(root):
-                _observe(together)
+        root: Any = self._root()
+        if in_backward():
+            sent = self.forwards.sent_in_backward(slot)
+        else:
+            if not fsdp.in_any_forward(root):
+                shard: Any = slot.shard
+                together = [one for one in self.slots if one.shard and one.shard.fsdp_group is shard.fsdp_group]
+                if together[0] is slot:
+                    with self._alone(root):
+                        self.begin(together)
+            elif slot.writes != writes:
+                slot.cast_again(writes)
+                self.forwards.replace(slot)
+            sent = slot.newest
+        slot.number, slot.mark = sent.number, sent.mark
+        return sent
 
     def _alone(self, root: nn.Module) -> contextlib.AbstractContextManager:
         # Layers write what they observe on the stream that computes, maybe of a layer that gathers nothing in FP8 and
         # ran before this gather, or runs beside it. Other scales are made and used by gathers alone.
         return fsdp.alone_on_device(root) if self.scales else contextlib.nullcontext()
 
-    def before_forward(self, root: nn.Module) -> None:
-        """Synchronize before a forward of the root."""
+    def before_forward(self, root: nn.Module, slots: Sequence[Slot]) -> None:
+        """Synchronize before a forward that multiplies by some of the weights."""
         # Checkpoints end the forwards that they repeat in a backward by an exception of their own.
-        if not fsdp.in_backward():
+        if not in_backward():
             if self._running:  # the last forward was left by an exception: its batch is dropped, and what it observed
                 for scales, observed in self._observed:
                     delayed.restore(scales, observed)
@@ -172,20 +189,56 @@ class ScaleSync:
             self._find_ranks(root)
         if self.scales:
             self._collect_parameters(root)
+        self.begin(slots)
+
+    def begin(self, slots: Sequence[Slot]) -> None:
+        """Synchronize weights, and keep what is sent of them for the backward of the forward that begins."""
         # Where FSDP2 was told to keep weights gathered through the backward, nobody looks until they are resharded.
-        self.synchronize(only={slot for slot in self.slots if slot.shard is None or not slot.shard.stays_gathered})
+        stale = [slot for slot in slots if not slot.is_kept]
+        self.synchronize(only=stale)
+        self.forwards.begin(slots)
+
+    def _before_fsdp_forward(self, modules: tuple[nn.Module, ...], outermost: bool) -> None:
+        root: Any = self._root()
+        inside = self._slots_in(modules)
+        if in_backward():
+            # a checkpoint repeats a forward: one that ran with gradients, or without (reentrant ones around a root)
+            if self.forwards.find() is None and inside:
+                self.before_forward(root, inside)
+                self._observe(root, inside)
+                current: Any = self.forwards.current
+                self.forwards.enter(current)
+            elif (forward := self.forwards.find()) is not None:
+                self.forwards.enter(forward)
+        elif outermost and inside:
+            fsdp.before_gathers(root, lambda root: self.before_forward(root, inside))
+
+    def _after_fsdp_forward(self, modules: tuple[nn.Module, ...], output: Any, outermost: bool) -> None:
+        if outermost and self._running and not in_backward():
+            self._running = False
+            # Weights are observed here and not before: the first forward begins without this object.
+            self._observe(self._root(), self._slots_in(modules))
+        self.forwards.watch(output)
+
+    def _slots_in(self, modules: tuple[nn.Module, ...]) -> list[Slot]:
+        if modules not in self._slots_of:
+            below = {id(module) for top in modules for module in top.modules()}
+            self._slots_of[modules] = [one for one in self.slots if one.shard and id(one.shard.module) in below]
+        return self._slots_of[modules]
 
     def _before_forward(self, root: nn.Module, args: object) -> None:
-        if isinstance(root, FSDPModule):
-            fsdp.before_gathers(root, self.before_forward)
-        else:
-            self.before_forward(root)
+        self.before_forward(root, self.slots)
 
     def _after_forward(self, root: nn.Module, args: object, output: object) -> None:
         self._running = False
-        # Weights are observed here and not before: the first forward begins without this object.
-        if self.scales and root.training and torch.is_grad_enabled():
-            _observe(self.slots)
+        self._observe(root, self.slots)
+        self.forwards.watch(output)
+
+    def _observe(self, root: Any, slots: Iterable[Slot]) -> None:
+        """Let delayed scaling record the amax of the weights that a training forward uses."""
+        used = [(slot.cast.delayed, slot.bits) for slot in slots if slot.cast.delayed is not None]
+        if used and root.training and torch.is_grad_enabled():
+            delayed.observe_bits(*zip(*used, strict=True))
 
     def _find_ranks(self, root: nn.Module) -> None:
         """Sort the delayed scales by ranks: the model may have been sharded since."""
@@ -209,7 +262,7 @@ class ScaleSync:
         ids, root = {id(one) for one in parameters}, self._root()
         if not ids.isdisjoint(self._parameter_ids):
             return True
-        return root is not None and not fsdp.in_backward() and any(id(one) in ids for one in root.parameters())
+        return root is not None and not in_backward() and any(id(one) in ids for one in root.parameters())
 
     def note_step(self) -> None:
         """Note that an optimizer of the model has stepped: the windows of delayed scaling are due."""
@@ -217,7 +270,7 @@ class ScaleSync:
             group.due = True
         # In a backward (an optimizer for each parameter, stepped by hooks) layers may still compute again what a
         # checkpoint left out: their scales are those of this step, and no marks shall stop them.
-        if not fsdp.in_backward():
+        if not in_backward():
             delayed.mark_late(self.scales)
 
     @torch.no_grad()
@@ -231,6 +284,7 @@ class ScaleSync:
             group: Ranks that agree in place of those of the root: replicas under DDP.
             roll: Make the next delayed scales even if no optimizer step was made since the last time.
         """
+        self.forwards.current = None  # codes that no backward waits for are freed before others are made
         self.look()
         self._observed.clear()
         for own in self.groups:
@@ -366,7 +420,7 @@ def _before_forward(model: nn.Module, args: object) -> None:
         # a root whose own FSDP group is empty comes here before its first gather; the sync of that takes the scales
         ScaleSync.at_first_gather(first)
     else:
-        sync.before_forward(model)
+        sync.before_forward(model, sync.slots)
 
 
 def _after_forward(model: nn.Module, args: object, output: object) -> None:
@@ -383,10 +437,3 @@ def _slot_of(shard: fsdp.Shard) -> Slot:
     return Slot(
         shard.full_name, info.cast, lambda: shard.local.plain, shard.region, shard.padded_shape, shard.device, shard
     )
-
-
-def _observe(slots: Iterable[Slot]) -> None:
-    """Let delayed scaling record the amax of the weights that training uses now."""
-    used = [(slot.cast.delayed, slot.bits) for slot in slots if slot.cast.delayed is not None]
-    if used:
-        delayed.observe_bits(*zip(*used, strict=True))

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from fp8_common.errors import Fp8Error, Fp8UnsupportedError
+from fp8_common.errors import Fp8Error, Fp8StaleError, Fp8UnsupportedError
 from fp8_common.torch.casts import MX_BLOCK
 from fp8_common.torch.compat import in_function_transform
 from fp8_common.torch.linear.config import LinearConfig
@@ -166,9 +166,13 @@ class _Linear(torch.autograd.Function):
         w_operand = rows.checked(spec.weight(weight, record) if gather is None else gather.finish(started, record))
         kept = w_operand if needs_x and keep_codes else None
         saved = _saved_input(config, matrix, x_operand, rows) if needs_weight else None
+        # Compiled code cannot compare: there the hooks of FSDP2 alone bring back the codes of this forward.
+        origin = getattr(weight, "origin", None) if needs_x and not torch.compiler.is_compiling() else None
+        ctx.origin, ctx.number = origin, 0 if origin is None else origin.number
+        mark = None if origin is None else origin.mark
         # Tensors go through autograd, which notices writes to them and lets checkpoints and offloading take them;
         # everything else stays on the context.
-        ctx.save_for_backward(offsets, *sent, *_tensors(kept), *_tensors(saved))
+        ctx.save_for_backward(offsets, mark, *sent, *_tensors(kept), *_tensors(saved))
         ctx.kept, ctx.saved, ctx.sent = _without_tensors(kept), _without_tensors(saved), len(sent)
         ctx.spec, ctx.record, ctx.shape, ctx.dtype, ctx.weight_dtype = spec, record, x.shape, x.dtype, weight.dtype
         y = rows.matmul(x_operand, w_operand, _options(config, "output", x.dtype, x.device))
@@ -179,7 +183,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         spec: LinearSpec = ctx.spec
         config, gather = spec.config, spec.gather
-        offsets, *tensors = ctx.saved_tensors  # once: checkpoints let it be read once only
+        offsets, mark, *tensors = ctx.saved_tensors  # once: checkpoints let it be read once only
+        if mark is not None:
+            _check_codes(ctx, int(mark))
         # `list`, because torch 2.11 traces what a star takes as a tuple
         sent, tensors = tuple(tensors[: ctx.sent]), list(tensors[ctx.sent :])
         weight, saved = _with_tensors(ctx.kept, tensors), _with_tensors(ctx.saved, tensors)
@@ -213,6 +219,23 @@ class _Linear(torch.autograd.Function):
         if needs_weight and gather is not None:
             grad_weight = gather.finish_reduce(grad_weight)
         return grad_x, grad_weight, None, None, None, None
+
+
+def _check_codes(ctx: Any, repeated: int) -> None:
+    """Compare the codes that FSDP2 holds now with those that the forward multiplied with.
+
+    Args:
+        ctx: Of the forward.
+        repeated: Number of the codes in the forward, or where a checkpoint has repeated it.
+    """
+    if ctx.number == repeated == ctx.origin.number:
+        return
+    raise Fp8StaleError(
+        f"The backward of {ctx.spec.name} would multiply with FP8 codes {ctx.origin.number} of its weight, and its "
+        f"forward used codes {ctx.number}{'' if repeated == ctx.number else f' ({repeated} when it was repeated)'}: "
+        "another forward ran between the two, and the codes of this one are gone. Return the outputs of modules under "
+        "fully_shard in tuples, lists or dicts, so that FSDP2 sees their backward, or run the backward first."
+    )
 
 
 def _folds_beside_columns(config: LinearConfig, rows: Rows) -> bool:

@@ -1,7 +1,7 @@
 """FSDP2 as far as FP8 weights need it: the shards of a model, its hooks and streams, and the buffers of the gather.
 
-The one place that touches private parts of FSDP2, written for torch 2.11 to 2.15. `check` tells what changed when an
-upgrade breaks one of these names; a test calls it.
+This file and `fsdp_forwards` alone touch private parts of FSDP2, written for torch 2.11 to 2.15. `check` tells what
+changed when an upgrade breaks one of these names; a test calls it.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ except ImportError as error:  # an upgrade moved something: say so on use, not a
     _import_error = error
 
 
-_state_of: "Callable[[nn.Module], FSDPState]" = operator.methodcaller("_get_fsdp_state")
+state_of: "Callable[[nn.Module], FSDPState]" = operator.methodcaller("_get_fsdp_state")
 """Returns the state of a module that `fully_shard` was applied to."""
 
 
@@ -127,14 +127,34 @@ class Shard:
         return self.fsdp_group.is_unsharded
 
     @property
+    def is_in_flight(self) -> bool:
+        """Whether FSDP2 has started to gather it and not finished."""
+        return self.fsdp_group._all_gather_result is not None
+
+    @property
     def stays_gathered(self) -> bool:
         """Whether FSDP2 holds it gathered, and was told to by `set_reshard_after_backward(False)`."""
         return self.fsdp_group.is_unsharded and not self.fsdp_group.reshard_after_backward
 
     def reshard(self) -> None:
-        """Let FSDP2 drop the gathered parameters of its group, if it holds them, so that it gathers them anew."""
-        if self.is_gathered:
-            self.fsdp_group.reshard()
+        """Let FSDP2 drop the gathered parameters of its group, and those in flight, so that it gathers them again."""
+        group: Any = self.fsdp_group
+        if (flying := group._all_gather_result) is not None:
+            if flying.all_gather_event is not None:
+                group.device_handle.current_stream().wait_event(flying.all_gather_event)
+            if isinstance(flying.all_gather_work, dist.Work):
+                flying.all_gather_work.wait()
+            group._all_gather_result = None
+        # not `FSDPParamGroup.reshard`, which keeps them where an exception has left the group inside of a forward
+        group._to_sharded()
+
+    def regather(self) -> None:
+        """Reshard; where FSDP2 takes the group for gathered because its backward has begun, gather it now."""
+        self.reshard()
+        group = self.fsdp_group
+        if group._training_state.name == "PRE_BACKWARD":
+            group.unshard()
+            group.wait_for_unshard()
 
     def peers(self, grid: ScaleGrid | None = None, *, replicas: bool = False) -> tuple[int, ...]:
         """Return the global ranks, in order, that hold other parts of it: FSDP2's, times those of tensor parallelism.
@@ -267,19 +287,13 @@ def check() -> None:
 
 def in_forward(root: nn.Module) -> bool:
     """Return whether the forward of an FSDP root runs now; False if that of a submodule was called alone."""
-    state = _state_of(root)
+    state = state_of(root)
     return state._state_ctx.iter_forward_root is state
 
 
 def in_any_forward(root: nn.Module) -> bool:
     """Return whether the forward of an FSDP root, or of a part of it that was called alone, runs now."""
-    return _state_of(root)._state_ctx.iter_forward_root is not None
-
-
-def in_backward() -> bool:
-    """Return whether this thread runs a backward now."""
-    # Autograd numbers the backwards that run; -1 is none.
-    return torch._C._current_graph_task_id() != -1
+    return state_of(root)._state_ctx.iter_forward_root is not None
 
 
 def before_gathers(root: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
@@ -288,7 +302,7 @@ def before_gathers(root: nn.Module, prepare: Callable[[nn.Module], None]) -> Non
     By itself FSDP2 lets the streams of its gathers wait for the current stream. After `set_post_optim_event` they wait
     for that event alone: then `prepare` waits for it, and the gathers for what `prepare` did.
     """
-    state: Any = _state_of(root)
+    state: Any = state_of(root)
     event = state._state_ctx.post_optim_event
     if event is None:
         prepare(root)
@@ -309,7 +323,7 @@ def alone_on_device(root: nn.Module) -> Iterator[None]:
     The host waits for the device twice. For work inside of a gather, which is on a stream of FSDP2's own: which stream
     computes cannot be known there.
     """
-    handle: Any = _state_of(root)._device_handle
+    handle: Any = state_of(root)._device_handle
     handle.synchronize()
     yield
     handle.synchronize()
@@ -355,7 +369,7 @@ def _all_states() -> Iterator["FSDPState"]:
 def _states_under(model: nn.Module, *, recurse: bool = True) -> Iterator["FSDPState"]:
     for module in model.modules() if recurse else [model]:
         if isinstance(module, FSDPModule):
-            yield _state_of(module)
+            yield state_of(module)
 
 
 def _groups_of(state: "FSDPState") -> Sequence["FSDPParamGroup"]:

@@ -4,7 +4,7 @@ FP8 layers read its codes; any other operator gets the dequantized values, so th
 """
 
 import warnings
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -41,6 +41,18 @@ _MULTIPLIES = {
 """What `F.linear(x, layer.weight)`, `x @ layer.weight.T` and `torch.einsum` begin with."""
 
 
+class Origin(Protocol):
+    """The weight that codes were gathered of, shared by all views of the gathered tensor.
+
+    Attributes:
+        number: Number of the codes that the buffer holds now; another forward may have brought others.
+        mark: The same as an int64 scalar on the CPU, which autograd saves.
+    """
+
+    number: int
+    mark: torch.Tensor
+
+
 class GatheredWeight(torch.Tensor):
     """The whole weight as FP8 codes with its scales; reports `dtype` as the dtype of its gradient.
 
@@ -54,12 +66,14 @@ class GatheredWeight(torch.Tensor):
         fmt: Short name of the format.
         dtype: The dtype that the weight stands for (the compute dtype of FSDP2's mixed precision).
         block: The block of each scale, where scales do not broadcast.
+        origin: Tells which codes the buffer holds; None if they never change.
     """
 
     codes: torch.Tensor
     scale: torch.Tensor
     fmt: str
     block: tuple[int, int] | None
+    origin: "Origin | None"
 
     @staticmethod
     def __new__(
@@ -69,10 +83,11 @@ class GatheredWeight(torch.Tensor):
         fmt: str,
         dtype: torch.dtype,
         block: tuple[int, int] | None = None,
+        origin: "Origin | None" = None,
     ) -> "GatheredWeight":
         """Wrap codes and scales without copying them."""
         self = wrapper_of(cls, codes, dtype=dtype)
-        self.codes, self.scale, self.fmt, self.block = codes, scale, fmt, block
+        self.codes, self.scale, self.fmt, self.block, self.origin = codes, scale, fmt, block, origin
         return self
 
     def dequantize(self) -> torch.Tensor:
@@ -124,7 +139,7 @@ class GatheredWeight(torch.Tensor):
             codes = func(weight.codes, *args[1:], **kwargs)
             # scales of rows and blocks, a single one too, lie on one shape alone: a view of another one is of values
             if weight.scale.ndim == 0 or (codes.shape, codes.stride()) == (weight.shape, weight.stride()):
-                return cls(codes, weight.scale, weight.fmt, weight.dtype, weight.block)
+                return cls(codes, weight.scale, weight.fmt, weight.dtype, weight.block, weight.origin)
         if any(isinstance(written, cls) for written in written_tensors(func, args, kwargs)):
             raise RuntimeError(
                 f"{func} would write to a gathered FP8 weight, which holds rounded codes that the next all-gather "
@@ -152,6 +167,7 @@ def finish_gather(
     full_shape: torch.Size,
     dtype: torch.dtype,
     *,
+    origin: Origin | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
     """Do what FSDP2's `fsdp_post_all_gather` does, with what arrived of an FP8 weight.
@@ -162,6 +178,7 @@ def finish_gather(
         grid: Where the scales lie.
         full_shape: Shape of the weight.
         dtype: The dtype that it stands for.
+        origin: As of `GatheredWeight`.
         out: What an earlier gather of this weight returned, or a DTensor of it; None the first time.
 
     Returns:
@@ -173,4 +190,5 @@ def finish_gather(
         target.scale = scale  # the codes alias the buffer
         return None
     fmt = grid.cast.fp8_format
-    return GatheredWeight(unpad(buffer, full_shape, torch_dtype(fmt)), scale, fmt.name, dtype, grid.tile), ()
+    codes = unpad(buffer, full_shape, torch_dtype(fmt))
+    return GatheredWeight(codes, scale, fmt.name, dtype, grid.tile, origin), ()

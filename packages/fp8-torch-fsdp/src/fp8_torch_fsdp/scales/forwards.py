@@ -1,0 +1,125 @@
+"""`Forwards`: a backward multiplies by the codes of its own forward, whatever ran in between.
+
+Mean teachers, evaluations with averaged weights, losses of two forwards: the weights of a model change between a forward
+and its backward, or another forward replaces the codes. So each forward keeps what this rank sent of each weight. Hooks
+on the outputs of FSDP modules hold it until their backward has passed; FSDP2 gathers that in the backward, and what it
+holds of another forward is gathered again. All ranks run the same backward, and so the same gathers.
+
+The newest codes are kept in any case. Others live while their graph does: 1 byte per element of a shard.
+"""
+
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fp8_common.torch.sharding import fsdp_forwards as fsdp
+from fp8_torch_fsdp.scales.slot import Sent, Slot
+
+
+class Forward:
+    """What this rank sends of the weights of one forward. It is not changed: a write inside of a forward makes another.
+
+    Args:
+        sent: By weight.
+        first_node: Number of autograd's nodes from which on they are of this forward.
+    """
+
+    def __init__(self, sent: dict[Slot, Sent], first_node: int) -> None:
+        self.sent, self.first_node = sent, first_node
+
+
+class Pending:
+    """Two hooks at an output of a module: they bring its forward back, and release it when its graph is freed."""
+
+    def __init__(self, forwards: "Forwards", forward: Forward) -> None:
+        self._forwards, self._forward = forwards, forward
+
+    def begin(self, grad: object) -> None:
+        """Let the gathers from now on be those of the forward; before FSDP2's own hook."""
+        if self._forward is not None:
+            self._forwards.enter(self._forward)
+
+    def end(self, *grads: object) -> None:
+        """Release the forward; not where only the gradient of the output was asked for, whose node has not run."""
+        if not fsdp.keeps_graph():
+            self._forward = None
+
+
+class Forwards:
+    """The forwards of a root whose backward may still run, and the one whose backward runs.
+
+    Args:
+        slots: The weights of the root.
+
+    Attributes:
+        current: The forward that began last.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+        self.current: Forward | None = None
+        self._entered: Forward | None = None
+        self._task = -1  # the backward that it was entered in
+        self._pending: list[weakref.ref[Forward]] = []
+
+    def begin(self, slots: Iterable[Slot]) -> None:
+        """Begin a forward that multiplies by weights as they were cast last."""
+        self._keep({slot: slot.newest for slot in slots}, fsdp.next_node())
+        if not fsdp.in_backward():
+            self._entered, self._task = None, -1  # an exception may have left them
+
+    def replace(self, slot: Slot) -> None:
+        """Take what was cast of a weight inside of the forward that runs; what used the weight before keeps the old."""
+        if self.current is not None:
+            self._keep({**self.current.sent, slot: slot.newest}, self.current.first_node)
+
+    def _keep(self, sent: dict[Slot, Any], first_node: int) -> None:
+        self.current = Forward(sent, first_node)
+
+    def watch(self, output: Any) -> None:
+        """Hold the forward that runs, or that a backward repeats, while the graph behind `output` may run backward."""
+        forward = self.find() if fsdp.in_backward() else self.current
+        if forward is None:
+            return
+        pending = Pending(self, forward)
+        fsdp.on_backward(output, pending.begin, pending.end)
+        self._pending = [one for one in self._pending if one() not in (None, forward)] + [weakref.ref(forward)]
+
+    def find(self) -> Forward | None:
+        """Return the forward whose backward runs: that of the last hook, else that which made the node that runs."""
+        if self._task != -1:
+            return self._entered
+        node, alive = fsdp.running_node(), [one() for one in self._pending]
+        made = [one for one in alive if one is not None and one.first_node <= node]
+        return max(made, key=lambda one: one.first_node, default=None)
+
+    def enter(self, forward: Forward) -> None:
+        """Gather what `forward` sent from now on, until the backward that runs now has ended."""
+        task = fsdp.graph_task()
+        if task != self._task:  # of a reentrant checkpoint: inside of another backward
+            fsdp.at_end_of_backward(functools.partial(self._leave, self._entered, self._task))
+        elif forward is self._entered:
+            return
+        self._entered, self._task = forward, task
+        self._bring_back(forward)
+
+    def _leave(self, forward: Forward | None, task: int) -> None:
+        self._entered, self._task = forward, task
+        if forward is None:
+            for slot in self._slots:
+                if slot.shard is None and slot.newest is not None:
+                    slot.take(slot.newest)
+
+    def _bring_back(self, forward: Forward) -> None:
+        """Gather again what FSDP2 holds, or gathers ahead, of another forward."""
+        for slot, sent in forward.sent.items():
+            if slot.shard is None:
+                slot.take(sent)
+            elif slot.number != sent.number and (slot.shard.is_gathered or slot.shard.is_in_flight):
+                slot.shard.regather()
+
+    def sent_in_backward(self, slot: Slot) -> Any:
+        """Return what this rank sends of a weight that a backward gathers."""
+        forward = self.find()
+        return slot.newest if forward is None else forward.sent.get(slot, slot.newest)

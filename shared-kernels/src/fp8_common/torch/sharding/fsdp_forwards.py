@@ -1,0 +1,111 @@
+"""Forwards and backwards of modules under FSDP2: where they begin, and which codes a backward gathers.
+
+Like `fsdp`, written for the private names of torch 2.11 to 2.15, which a test lists.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fp8_common.torch.compat import disable_compiler
+from fp8_common.torch.sharding.fsdp import state_of
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward now."""
+    return graph_task() != -1
+
+
+def graph_task() -> int:
+    """Return autograd's number of the backward that this thread runs; -1 outside of a backward."""
+    return torch._C._current_graph_task_id()
+
+
+def keeps_graph() -> bool:
+    """Return whether the backward that runs now was called with `retain_graph=True`."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call `call` when the backward that runs now has ended without an exception."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def next_node() -> int:
+    """Return the number that autograd gives to the next node that this thread makes."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def running_node() -> int:
+    """Return autograd's number of the node whose backward runs now."""
+    return torch._C._current_autograd_node()._sequence_nr()
+
+
+def on_forwards(
+    root: nn.Module,
+    before: Callable[[tuple[nn.Module, ...], bool], None],
+    after: Callable[[tuple[nn.Module, ...], Any, bool], None],
+) -> None:
+    """Call functions around the forward of every FSDP module under a root that FSDP2 has initialized.
+
+    FSDP2 calls these two methods of its states for modules and for methods of `register_fsdp_forward_method`, whereas
+    hooks of modules do not run for methods.
+
+    Args:
+        root: The FSDP root.
+        before: Called before the gathers with the modules of the state, and whether the forward of no FSDP module
+            around them runs.
+        after: Called with these modules, the output, and whether that forward ends here.
+    """
+    top: Any = state_of(root)
+    for state in top._state_ctx.all_states:
+        state._root_pre_forward = functools.partial(_before, state, state._root_pre_forward, before)
+        state._register_pre_backward_hook = functools.partial(_after, state, state._register_pre_backward_hook, after)
+
+    # A backward that raised leaves the root in its backward: FSDP2 calls neither method in the next forward.
+    def left_in_backward() -> bool:
+        return top._training_state.name == "PRE_BACKWARD" and not in_backward()
+
+    @disable_compiler
+    def before_root(module: nn.Module, args: object) -> None:
+        if left_in_backward():
+            before(top._modules, True)
+
+    @disable_compiler
+    def after_root(module: nn.Module, args: object, output: Any) -> None:
+        if left_in_backward():
+            after(top._modules, output, True)
+
+    root.register_forward_pre_hook(before_root, prepend=True)
+    root.register_forward_hook(after_root)
+
+
+def _before(state: Any, original: Any, before: Any, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    outer = state._state_ctx.iter_forward_root
+    # An exception leaves the outer forward set: FSDP2 then takes the next forward of the root for a part of it.
+    inside = outer is not None and outer is not state and not _contains(state, outer)
+    before(state._modules, not inside)
+    return original(module, args, kwargs)
+
+
+def _after(state: Any, original: Any, after: Any, output: Any) -> Any:
+    after(state._modules, output, state._state_ctx.iter_forward_root is state)
+    return original(output)
+
+
+def _contains(state: Any, other: Any) -> bool:
+    return any(below is other._modules[0] for module in state._modules for below in module.modules())
+
+
+def on_backward(output: Any, begin: Callable[[torch.Tensor], None], end: Callable[[Any, Any], None]) -> None:
+    """Call `begin` before the backward reaches a tensor of `output`, and `end` after it has passed the tensor."""
+    for tensor in pytree.tree_leaves(output):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(begin)
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_hook(end)
+
