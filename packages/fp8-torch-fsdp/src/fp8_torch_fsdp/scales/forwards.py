@@ -65,17 +65,16 @@ class Forwards:
 
     def begin(self, slots: Iterable[Slot]) -> None:
         """Begin a forward that multiplies by weights as they were cast last."""
-        self._keep({slot: slot.newest for slot in slots}, fsdp.next_node())
+        sent: dict[Slot, Any] = {slot: slot.newest for slot in slots}
+        self.current = Forward(sent, fsdp.next_node())
         if not fsdp.in_backward():
             self._entered, self._task = None, -1  # an exception may have left them
 
     def replace(self, slot: Slot) -> None:
         """Take what was cast of a weight inside of the forward that runs; what used the weight before keeps the old."""
         if self.current is not None:
-            self._keep({**self.current.sent, slot: slot.newest}, self.current.first_node)
-
-    def _keep(self, sent: dict[Slot, Any], first_node: int) -> None:
-        self.current = Forward(sent, first_node)
+            newest: Any = slot.newest
+            self.current = Forward({**self.current.sent, slot: newest}, self.current.first_node)
 
     def watch(self, output: Any) -> None:
         """Hold the forward that runs, or that a backward repeats, while the graph behind `output` may run backward."""

@@ -17,7 +17,7 @@ from fp8_common.torch.sharding.fsdp import state_of
 
 def in_backward() -> bool:
     """Return whether this thread runs a backward now."""
-    return graph_task() != -1
+    return torch._C._current_graph_task_id() != -1
 
 
 def graph_task() -> int:
@@ -68,7 +68,7 @@ def on_forwards(
 
     # A backward that raised leaves the root in its backward: FSDP2 calls neither method in the next forward.
     def left_in_backward() -> bool:
-        return top._training_state.name == "PRE_BACKWARD" and not in_backward()
+        return not in_backward() and top._training_state.name == "PRE_BACKWARD"
 
     @disable_compiler
     def before_root(module: nn.Module, args: object) -> None:
