@@ -10,17 +10,20 @@ import copy
 import dataclasses
 import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 import fp8_torch_fsdp as f8
 from fp8_common import CANONICAL, POWER_OF_2
 from tests.helpers.fsdp_models import RECIPES, STATIC, converted, mesh_of, seeded, with_delayed
+from tests.helpers.fsdp_situations import swapped
 from tests.helpers.fsdp_training import batch, same, unlike, values_here, whole
 from tests.helpers.fsdp_writes import COLLECTIVES, EDITS, READERS, local_of
 
@@ -49,6 +52,8 @@ class Program:
         ranks: Number of ranks of FSDP2; 0 for one process without it.
         operations: Name of a method of `Run` or `Pair` and its arguments, each.
         copies: Whether every rank keeps a copy (HSDP) instead of a shard.
+        reentrant: How the forward of the model recomputes its layers, if it does.
+        wrapper: Whether torch's `checkpoint_wrapper` is "inside" or "outside" of each layer's `fully_shard`.
     """
 
     ranks: int
@@ -60,15 +65,23 @@ class Program:
     copies: bool = False
     optimizer: str = "sgd"
     reentrant: bool | None = None
+    wrapper: str | None = None
     pad: bool = False
 
 
-RANK, LAYER, FACTOR = st.sampled_from((None, 0, 1)), st.integers(0, 2), st.sampled_from((0.5, 0.75, 1.5, 8.0))
+RANK, LAYER, FACTOR = st.sampled_from((None, 0, 1)), st.integers(0, 2), st.sampled_from((0.5, 0.75, 1.5, 8.0, 1e-3))
 USUAL = {"train": (st.integers(1, 3), st.booleans()), "step": (RANK,)}
+MODES = st.sampled_from(("eval", "no_grad", "inference"))
+SWAPS = ("mul_", "copy_", "lerp_", ".data")
 RARE: dict[str, tuple[st.SearchStrategy, ...]] = {
     "forward": (),
     "backward": (),
-    "evaluate": (st.sampled_from(("eval", "no_grad", "inference")),),
+    "backward_of_the_first": (),
+    "method": (),
+    "evaluate_between": (MODES,),
+    "teach": (st.sampled_from(SWAPS), MODES),
+    "keep_gathered": (st.booleans(),),
+    "evaluate": (MODES,),
     "read": (st.sampled_from(tuple(READERS)), RANK),
     "keep": (RANK,),
     "load": (st.sampled_from(("copy", "assign")), FACTOR),
@@ -153,6 +166,7 @@ PROGRAMS = st.builds(
     copies=st.sampled_from((False, False, False, True)),
     optimizer=st.sampled_from(tuple(OPTIMIZERS)),
     reentrant=st.sampled_from((None, None, True, False)),
+    wrapper=st.sampled_from((None, None, "inside", "outside")),
 )
 
 
@@ -176,6 +190,10 @@ class Model(nn.Sequential):
             x = checkpoint(layer, x, use_reentrant=self.reentrant) if again else layer(x)
         return x
 
+    def method(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the same as a method that FSDP2 knows."""
+        return self.forward(x)
+
 
 class Pair:
     """One of the two models with its optimizer, and what a program keeps of it."""
@@ -187,9 +205,12 @@ class Pair:
         self.model = converted(model, recipe, gather=low, pad_inner_dim=program.pad, **options)
         if program.ranks:
             mesh = mesh_of(program.ranks, 1) if program.copies else mesh_of()
-            for layer in list(self.model)[:-1]:
+            for index, layer in enumerate(list(self.model)[:-1]):
+                layer = checkpoint_wrapper(layer) if program.wrapper == "inside" else layer
                 fully_shard(layer, mesh=mesh, reshard_after_forward=program.reshard is not False)
+                self.model[index] = checkpoint_wrapper(layer) if program.wrapper == "outside" else layer
             fully_shard(self.model, mesh=mesh, reshard_after_forward=program.reshard)
+            register_fsdp_forward_method(self.model, "method")
         self.restart_optimizer()
         self.pending: list[torch.Tensor] = []
         self.copies: list[torch.Tensor] = []
@@ -212,12 +233,15 @@ class Pair:
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(flag)
 
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
+    def loss(self, x: torch.Tensor, *, method: bool = False) -> torch.Tensor:
+        # hooks that synchronize what is not gathered in FP8 do not run for methods
+        call = self.model.method if method and self.low and self.program.ranks else self.model
         # a copy, because a checkpoint that is reentrant makes gradients only for inputs that have some
-        return (self.model(x.clone().requires_grad_(torch.is_grad_enabled())).float() - 1).square().mean()
+        return (call(x.clone().requires_grad_(torch.is_grad_enabled())).float() - 1).square().mean()
 
     def layer(self, index: int) -> nn.Module:
-        return self.model[min(index, len(self.model) - 1)][0]
+        found: Any = self.model[min(index, len(self.model) - 1)]
+        return getattr(found, "_checkpoint_wrapped_module", found)[0]
 
     # ------------------------------------------------------------ operations; what they return has to be the same
 
@@ -325,9 +349,9 @@ class Run:
 
     # ------------------------------------------------------------ training
 
-    def forward(self) -> str | None:
+    def forward(self, *, method: bool = False) -> str | None:
         x = self.batch()
-        losses = [pair.loss(x) for pair in self.pairs]
+        losses = [pair.loss(x, method=method) for pair in self.pairs]
         self.settled = False
         for pair, loss in zip(self.pairs, losses, strict=True):
             pair.pending += [loss] * loss.requires_grad
@@ -341,6 +365,35 @@ class Run:
         for pair in self.pairs:
             while pair.pending:
                 pair.pending.pop().backward()
+
+    def backward_of_the_first(self) -> None:
+        for pair in self.pairs:
+            if pair.pending:
+                pair.pending.pop(0).backward()
+
+    def method(self) -> str | None:
+        """Run a forward as a method of the model."""
+        return self.forward(method=True)
+
+    def keep_gathered(self, flag: bool) -> None:
+        """Tell FSDP2 whether to keep weights gathered after backwards; nothing changes them meanwhile."""
+        for pair in self.pairs:
+            if isinstance(pair.model, FSDPModule):
+                pair.model.set_reshard_after_backward(not flag)
+
+    def evaluate_between(self, how: str) -> str | None:
+        """Evaluate; forwards wait for their backward."""
+        with self.evaluating(how):
+            return self.forward()
+
+    def teach(self, how: str, mode: str) -> str | None:
+        """Run a forward without gradients of other weights; forwards wait for their backward."""
+        if not self.program.ranks:  # autograd refuses a write to a weight that waits for its backward
+            return self.evaluate_between(mode)
+        with contextlib.ExitStack() as stack:
+            for pair in self.pairs:
+                stack.enter_context(swapped(pair.model, how))
+            return self.evaluate_between(mode)
 
     def train(self, microbatches: int, late: bool) -> str | None:
         """Run forwards and backwards; with `late`, say only after its forward which of them is the last."""
@@ -364,14 +417,17 @@ class Run:
 
     def evaluate(self, how: str) -> str | None:
         self.backward()
+        return self.evaluate_between(how)
+
+    @contextlib.contextmanager
+    def evaluating(self, how: str) -> Iterator[None]:
         mode = torch.inference_mode() if how == "inference" and self.batches else torch.no_grad()
         for pair in self.pairs:
             pair.model.train(how != "eval")
         with mode:
-            different = self.forward()
+            yield
         for pair in self.pairs:
             pair.model.train()
-        return different
 
     def fail_in_forward(self, layer: int) -> str | None:
         """Interrupt a forward, and try again."""

@@ -86,23 +86,35 @@ class Setting:
 
     def build(self) -> Any:
         """Return the model after some steps, so that delayed scales and weights have moved."""
-        inside, around = RECOMPUTE[self.recompute]
-        model: Any = converted(seeded(lambda: Net(inside, around)), self.recipe)
+        model: Any = converted(seeded(self.make), self.recipe)
         if self.compiled:
+            torch.compiler.reset()  # it counts what it made of a function, of all models
             for block in model.blocks:
                 block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
-        if self.kind == "traceable":
-            fully_shard_traceable(model)
-        else:
-            if self.kind == "fully_shard":
-                model.blocks = nn.ModuleList(self.shard(block) for block in model.blocks)
-            fully_shard(model, reshard_after_forward=self.reshard)
+        self.shard_all(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in range(self.warm):
             self.loss(model, step).backward()
             optimizer.step()
             optimizer.zero_grad()
         return model
+
+    def make(self) -> nn.Module:
+        """Return the model before it is converted."""
+        return Net(*RECOMPUTE[self.recompute])
+
+    def shard_all(self, model: Any) -> None:
+        """Shard the converted model."""
+        if self.kind == "traceable":
+            fully_shard_traceable(model)
+            return
+        if self.kind == "fully_shard":
+            model.blocks = nn.ModuleList(self.shard(block) for block in model.blocks)
+        fully_shard(model, reshard_after_forward=self.reshard)
+
+    def inputs(self, seed: int) -> torch.Tensor:
+        """Return a batch of 32 rows."""
+        return batch(self.rank, seed, (32, WIDTH))
 
     def shard(self, block: nn.Module) -> nn.Module:
         """Shard a block, with a wrapper that recomputes it inside or outside."""
@@ -116,8 +128,8 @@ class Setting:
         return self.output(model, seed).square().mean()
 
     def output(self, model: Any, seed: int) -> torch.Tensor:
-        """Return the output of a batch of 32 rows."""
-        return model(batch(self.rank, seed, (32, WIDTH)).requires_grad_(torch.is_grad_enabled()))
+        """Return the output of a batch."""
+        return model(self.inputs(seed).requires_grad_(torch.is_grad_enabled()))
 
     def alone(self, seed: int, factor: float = 1.0, **changes: Any) -> Gradients:
         """Return the gradients of one forward, before which weights were multiplied, and nothing else."""
@@ -157,10 +169,11 @@ def reshard(model: Any) -> None:
 
 @torch.no_grad()
 def scale(model: Any, factor: float) -> None:
-    """Multiply all weights."""
+    """Multiply all weights but those of routers, which FSDP2 gathers in the backward as they are then."""
     reshard(model)
-    for parameter in model.parameters():
-        parameter.mul_(factor)
+    for name, parameter in model.named_parameters():
+        if "router" not in name:
+            parameter.mul_(factor)
 
 
 @contextlib.contextmanager

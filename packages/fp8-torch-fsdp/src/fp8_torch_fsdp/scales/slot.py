@@ -194,8 +194,6 @@ def _rule(slot: Slot) -> object:
 
 def quantize(slots: Sequence[Slot]) -> None:
     """Make what this rank sends of all weights; one launch for all that have one scale of a format."""
-    for slot in slots:
-        slot.newest = None
     made: dict[Slot, tuple[torch.Tensor, ...]] = {}
     # In the graphs of `fully_shard_traceable` the layers cast.
     here = [slot for slot in slots if slot.shard is not None]

@@ -310,7 +310,7 @@ class ScaleSync:
     def _agree(self, own: Group, slots: list[Slot], ranks: dist.ProcessGroup | None) -> None:
         parts = amax_bits(slots)
         for slot, bits in zip(slots, parts, strict=True):
-            slot.own_bits = bits
+            slot.own_bits, slot.newest = bits, None
         if own.scales:
             observed = delayed.stacked(own.scales, "observed")
             parts = [*parts, observed, torch.full((1,), int(own.due), dtype=torch.int32, device=observed.device)]

@@ -108,4 +108,3 @@ def on_backward(output: Any, begin: Callable[[torch.Tensor], None], end: Callabl
             tensor.register_hook(begin)
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_hook(end)
-
