@@ -6,9 +6,9 @@ import sys
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
+from benchmarks.modelled import pretended_gpu
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.timeout(900)
@@ -27,8 +27,8 @@ def run(*command):
 def test_a_benchmark_writes_its_figures_and_its_table(name, tmp_path, full):
     if not full:
         pytest.skip("benchmarks run with --full")
-    if name == "modelled_step" and not torch.__version__.startswith("2.13."):
-        pytest.skip("a GPU can be pretended to torch 2.13 alone")
+    if name == "modelled_step" and (reason := pretended_gpu.obstacle()):
+        pytest.skip(reason)
     said = run(f"benchmarks.{name}", "--quick", "--results", str(tmp_path))
     results = sorted(tmp_path.glob("*.json"))
     assert len(results) == (2 if name == "casts" else 1)

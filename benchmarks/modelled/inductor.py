@@ -24,12 +24,21 @@ KERNEL = re.compile(r"async_compile\.triton\('\w+', '''(?P<source>.*?)'''", re.D
 
 
 @contextlib.contextmanager
-def recording_compiled(step: Step) -> Iterator[None]:
-    """Record what `torch.compile` would launch; compiled functions return fake outputs."""
+def recording_compiled(step: Step, *, priced: bool = True) -> Iterator[None]:
+    """Record what `torch.compile` would launch; compiled functions return fake outputs.
+
+    Args:
+        step: Where to.
+        priced: Whether to record launches and bytes, and not the code alone, which needs no values of fake tensors.
+    """
 
     def compile_to_module(graph: Any) -> SimpleNamespace:
-        code = graph.codegen()[0]
-        _collect(graph, getattr(code, "value", code), step)
+        made = graph.codegen()[0]
+        code = getattr(made, "value", made)
+        step.programs.append(code)
+        step.sources += [found["source"] for found in KERNEL.finditer(code)]
+        if priced:
+            _collect(graph, code, step)
 
         def call(arguments: list) -> tuple:
             arguments.clear()
@@ -48,8 +57,6 @@ def _made(out: Any) -> torch.Tensor:
 
 def _collect(graph: Any, code: str, step: Step) -> None:
     """Add what a lowered graph launches."""
-    step.programs.append(code)
-    step.sources += [found["source"] for found in KERNEL.finditer(code)]
     accounted: set[str] = set()
     for node in graph.scheduler.nodes:
         if type(node.node).__name__ == "MultiOutput" or "Nop" in type(node).__name__:

@@ -49,12 +49,13 @@ class Layer(nn.Sequential):
         return self[0](x)
 
 
-MODELS = {"block": Block, "linear": Layer, "moe": moe.MoeBlock}
+MODELS = {"block": Block, "linear": Layer, "moe": moe.MoeBlock, "experts": moe.ExpertsAlone}
 
 
 def contenders(model: str) -> tuple[str, ...]:
     """Return who computes a model."""
-    return ("bf16", "torchao-rowwise", *(f"ours-{recipe}" for recipe in moe.RECIPES)) if model == "moe" else CONTENDERS
+    experts = ("bf16", "torchao-rowwise", *(f"ours-{recipe}" for recipe in moe.RECIPES))
+    return experts if model in ("moe", "experts") else CONTENDERS
 
 
 def convert(model: nn.Module, contender: str, mode: str) -> None:
@@ -93,7 +94,7 @@ def measure(contender: str, mode: str, *, model: str, width: int, tokens: int) -
 
     Args:
         contender: One of `CONTENDERS`, or "ours-" and any recipe.
-        mode: "compiled" or "eager".
+        mode: "compiled" or "eager", or "written": compiled, of which only the code is recorded.
         model: One of `MODELS`.
         width: Features, a multiple of 128.
         tokens: Rows.
@@ -108,9 +109,9 @@ def measure(contender: str, mode: str, *, model: str, width: int, tokens: int) -
         convert(network, contender, mode)
         # not __call__: what hooks of the root do once per step is not part of a block
         forward = network.forward
-        if mode == "compiled":
+        if mode != "eager":
             forward = torch.compile(forward, fullgraph=True)
-        with recording_compiled(step) if mode == "compiled" else recording(step):
+        with recording(step) if mode == "eager" else recording_compiled(step, priced=mode == "compiled"):
             y = forward(x, cos, sin)
             y.backward(torch.empty_like(y))
     return step

@@ -51,6 +51,20 @@ class Mixture(nn.Module):
         return torch.zeros_like(tokens).index_add(0, order // CHOSEN, y)
 
 
+class ExpertsAlone(nn.Module):
+    """The experts of a `Mixture`, each with the same number of tokens; input and output [1, tokens, width]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.experts = Experts(width, width * 3 // 8)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Multiply; there is nothing to rotate."""
+        rows = x.flatten(0, 1)
+        ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32, device=x.device) * (len(rows) // EXPERTS)
+        return self.experts(rows, ends).view_as(x)
+
+
 class MoeBlock(nn.Module):
     """A block of Qwen3-30B-A3B where `width` is 2048: 2 * width features of heads, and a `Mixture`.
 

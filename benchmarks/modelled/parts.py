@@ -10,7 +10,7 @@ from torch.nn import functional
 
 HEAD = 128
 CHOOSES = torch.backends.cuda.is_built()
-"""Whether this torch chooses itself for tensors on "cuda"."""
+"""Whether this torch chooses itself for tensors on "cuda"; `pretend_gpu` says no."""
 
 
 class Norm(nn.RMSNorm):

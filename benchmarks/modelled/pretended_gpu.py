@@ -2,7 +2,8 @@
 
 A torch that was built for CPUs refuses "cuda" in three places, fake tensors or not: operators look for a guard of the
 device, autograd for its streams and events, Inductor and Triton for its properties. The first two are tables of C++
-functions, whose order is that of torch 2.13 on Linux.
+functions, whose order is that of torch 2.13 and 2.15 on Linux. A torch that was built for CUDA would ask its driver: it
+is given the same tables.
 """
 
 import ctypes
@@ -17,6 +18,11 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.modelled import parts
+
+VERSIONS = ("2.13.", "2.15.")
+"""The versions of torch whose tables of C++ functions were compared."""
 
 DEVICE = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
@@ -51,6 +57,7 @@ ANSWERS: dict[str, Any] = {
     "set_device": None,
     "_exchange_device": 0,
     "_maybe_exchange_device": 0,
+    "is_current_stream_capturing": False,
 }
 """What functions of `torch.cuda` return, whatever they are asked."""
 
@@ -58,15 +65,26 @@ _KEPT_ALIVE: list[Any] = []
 """What C++ holds pointers to, until the process ends."""
 
 
+def obstacle() -> str | None:
+    """Return the reason why no GPU can be pretended to this torch; None if one can."""
+    if torch.__version__.startswith(VERSIONS) and (sys.platform, platform.machine()) == ("linux", "x86_64"):
+        return None
+    here = f"torch {torch.__version__} on {sys.platform} {platform.machine()}"
+    return f"A GPU can be pretended to torch 2.13 and 2.15 on linux x86_64 alone; this is {here}."
+
+
 def pretend_gpu(capability: tuple[int, int] = (9, 0)) -> None:
     """Make torch, Inductor and Triton believe in an H100 until the process ends: nothing can take it back.
 
     Args:
         capability: What it says its compute capability is.
+
+    Raises:
+        RuntimeError: If there is an `obstacle`.
     """
-    here = f"torch {torch.__version__} on {sys.platform} {platform.machine()}"
-    if not (here.startswith("torch 2.13.") and here.endswith("linux x86_64")):
-        raise RuntimeError(f"A GPU can be pretended to torch 2.13 on linux x86_64 alone; this is {here}.")
+    if (reason := obstacle()) is not None:
+        raise RuntimeError(reason)
+    parts.CHOOSES = False  # to choose, a torch that was built for CUDA asks the driver
     _register_device_guard()
     _answer_autograd()
     _register_kernels()

@@ -5,14 +5,11 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
+from benchmarks.modelled import pretended_gpu
 from tests.helpers.repository import ROOT
 
-on_a_pretended_gpu = pytest.mark.skipif(
-    not torch.__version__.startswith("2.13.") or sys.platform != "linux",
-    reason="a GPU can be pretended to torch 2.13 on Linux alone",
-)
+on_a_pretended_gpu = pytest.mark.skipif(pretended_gpu.obstacle() is not None, reason=str(pretended_gpu.obstacle()))
 
 
 def python(*arguments: object) -> str:

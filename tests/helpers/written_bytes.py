@@ -11,12 +11,14 @@ SIZES = {
 }
 
 MADE = (
-    re.compile(r"assert_size_stride\((\w+), \(([^)]*)\)"),
+    re.compile(r"assert_(?:size_stride|tensor_metadata)\((\w+), \(([^)]*)\)"),
     re.compile(r"(\w+) = empty_strided\w*\(\(([^)]*)\)"),
     re.compile(r"(\w+) = reinterpret_tensor\(\w+, \(([^)]*)\)"),
     re.compile(r"(\w+) = workspace.*\.view\(\[([^\]]*)\]\)"),  # sums of parts
 )
 """Lines that name a tensor and its size."""
+GROUPED = re.compile(r"assert_size_stride_grouped\(\(([^)]*)\), \((.*?\)),?\), ")
+"""A line that names several and their sizes, as torch 2.15 writes it."""
 
 
 def written_bytes(code: str) -> int:
@@ -30,6 +32,9 @@ def written_bytes(code: str) -> int:
     for line in map(str.strip, code[code.index("def call(") :].splitlines()):
         if found := next(filter(None, (pattern.match(line) for pattern in MADE)), None):
             elements[found[1]] = product(found[2])
+        elif found := GROUPED.match(line):
+            sizes = map(product, re.findall(r"\(([^()]*)\)", found[2]))
+            elements |= zip(re.findall(r"\w+", found[1]), sizes, strict=True)
         elif found := re.match(r"(\w+) = (\w+)(; del|$|\s+#)", line):
             elements[found[1]] = elements.get(found[2], 0)
         elif (found := re.match(r"(\w+)\.run\((.*), stream=", line)) and found[1] in kernels:

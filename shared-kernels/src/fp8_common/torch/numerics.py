@@ -176,8 +176,7 @@ def scale_from_amax(
         scale = divide(fmt.max, _at_least_eps(value, policy)) * 2.0**-policy.margin
     else:
         scale = divide(fmt.max * 2.0**-policy.margin, _at_least_eps(value, policy))
-    # `clamp` keeps NaN, which is replaced below.
-    scale = scale.clamp(policy.lower, policy.upper)
+    scale = limited(scale, policy.lower, policy.upper)  # NaN is replaced below
     if policy.power_of_2:
         # Clearing the mantissa is an exact floor; exp2(floor(log2(scale))) rounds up just below powers of two.
         scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
@@ -195,6 +194,16 @@ def scale_inv_from_amax(
     value = _at_least_eps(of_amax_bits(amax_bits(as_float32(amax, "amax"))), policy)
     descale = _quotient(value, torch.full_like(value, fmt.max))
     return _power_of_2_above(descale) if policy.power_of_2 else descale
+
+
+def limited(x: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
+    """Return float32 `x` limited to [lower, upper]; NaN stays NaN."""
+    if not torch.compiler.is_compiling():
+        return x.clamp(lower, upper)
+    # By comparisons: a compiled clamp is `max.NaN` and `min.NaN` in PTX from torch 2.14 on. Next to those, Triton may
+    # store transposed bytes wrongly: https://github.com/triton-lang/triton/issues/11111.
+    x = torch.where(x < lower, lower, x)
+    return torch.where(x > upper, upper, x)
 
 
 def divide(numerator: float, x: torch.Tensor) -> torch.Tensor:

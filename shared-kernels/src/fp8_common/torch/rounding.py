@@ -15,7 +15,7 @@ from fp8_common._reference.scaling import INF_KEY
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format
 from fp8_common.torch.compat import FakeTensor
-from fp8_common.torch.numerics import amax_bits, as_codes, as_float32, torch_dtype
+from fp8_common.torch.numerics import amax_bits, as_codes, as_float32, limited, torch_dtype
 
 PIECE = 2**18
 """Elements of a tensor that a thread of a CPU casts at a time: what lies between two passes then stays in its cache."""
@@ -88,9 +88,9 @@ def nan_where_infinite(x: torch.Tensor) -> torch.Tensor:
 
 def cast(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Round float32 `x` to the format's dtype: nearest even, saturating, infinity too; NaN stays NaN."""
-    # Clamped, because versions of torch differ on overflow: e4m3 saturates in 2.13 and not in 2.11, e5m2 becomes
-    # infinite in both. `clamp` keeps NaN.
-    return x.clamp(-fmt.max, fmt.max).to(torch_dtype(fmt))
+    # Limited, because versions of torch differ on overflow: e4m3 saturates in 2.13 and not in 2.11, e5m2 becomes
+    # infinite in both.
+    return limited(x, -fmt.max, fmt.max).to(torch_dtype(fmt))
 
 
 def cast_stochastic(x: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ def cast_stochastic(x: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> 
             f"random_bits must be int32 or uint32 of shape {tuple(x.shape)}, got {random_bits.dtype} of shape "
             f"{tuple(random_bits.shape)}."
         )
-    magnitude = x.abs().clamp(max=fmt.max)
+    magnitude = limited(x.abs(), 0.0, fmt.max)
     bits = magnitude.view(torch.int32)
     exponent = ((bits >> 23) - 127).clamp(min=fmt.min_exponent)
     # Scaled so that the grid of the format in this binade becomes the integers; exact, since only exponents change.
