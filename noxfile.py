@@ -35,6 +35,7 @@ STACKS = {
 }
 DOCUMENTS = ("README.md", "shared-kernels/README.md", *(f"{package}/README.md" for package in (FSDP, OWG, TE)), "docs")
 PARALLEL = ("-n", "auto", "--dist", "loadgroup")
+ALL_CASES = ("--full", "--timeout=1800")
 
 
 def find_python(version: str) -> str:
@@ -122,10 +123,9 @@ def docs(session: nox.Session) -> None:
 def full(session: nox.Session) -> None:
     """Run every case of every test, then session `kernels` on both supported Tritons."""
     install(session, *PACKAGES, groups=("test", "demo", "peers"))
-    everything = ("--full", "--timeout=1800")
-    pytest(session, *everything, paths=EVERYTHING, documents=True)
+    pytest(session, *ALL_CASES, paths=EVERYTHING, documents=True)
     for version in ("newest", "oldest") if not session.posargs else ():
-        session.notify(f"kernels({version})", posargs=everything)  # of "kernels" nox would run the first alone
+        session.notify(f"kernels({version})", posargs=ALL_CASES)  # of "kernels" nox would run the first alone
 
 
 EVERYTHING = (TESTS, "packages", "tests")
@@ -135,18 +135,19 @@ OTHERS = {
     "oldest": (find_python("3.11"), "constraints-oldest.txt", EVERYTHING),
     "newest": (find_python("3.13"), None, EVERYTHING),
     "nightly": (find_python("3.13"), "", PRIVATE),
-    "modelled": (find_python("3.11"), "constraints-modelled.txt", PRETENDED),
+    "modelled": (PYTHON, NEWEST, PRETENDED),
+    "modelled-2.13": (find_python("3.11"), "constraints-modelled.txt", PRETENDED),
 }
 
 
 @nox.session
 @nox.parametrize("python,constraints,paths", list(OTHERS.values()), ids=list(OTHERS))
 def versions(session: nox.Session, constraints: str | None, paths: tuple[str, ...]) -> None:
-    """Test on the oldest supported versions, the newest, tonight's (private names), or those to pretend a GPU to."""
+    """Test on the oldest supported versions, the newest, tonight's (private names), or all with a pretended GPU."""
     if constraints == "":
         session.env |= {"UV_PRERELEASE": "allow", "UV_INDEX": "https://download.pytorch.org/whl/nightly/cpu"}
     install(session, *PACKAGES, groups=("test", "demo", "examples"), under=constraints)
-    pytest(session, paths=paths, documents=paths == EVERYTHING)
+    pytest(session, *(ALL_CASES if paths == PRETENDED else ()), paths=paths, documents=paths == EVERYTHING)
 
 
 @session

@@ -4,28 +4,14 @@ A GPU that is pretended gives their source. Triton compiles it for the compute c
 9.0 and 10.0, and the PTX is read; nothing runs. On 8.9 its conversion would round twice, so casts stay opaque there.
 """
 
-import ast
-import importlib.util
 import json
 import re
 
 import pytest
 
+from tests.helpers.inductor_kernels import compiled, written
 from tests.helpers.processes import on_a_pretended_gpu, python
 
-HEADER = "import triton\nimport triton.language as tl\nfrom torch._inductor.runtime import triton_helpers\n"
-HEADER += "from torch._inductor.runtime.triton_helpers import libdevice, math as tl_math\n"
-SOURCES = """
-import json, os, sys
-from benchmarks.modelled.models import measure
-from benchmarks.modelled.pretended_gpu import pretend_gpu
-pretend_gpu(capability=tuple(map(int, sys.argv[2].split("."))))
-sources = {recipe: measure(f"ours-{recipe}", "compiled", model="linear", width=1024, tokens=1024).sources
-           for recipe in sys.argv[3:]}
-json.dump(sources, open(sys.argv[1], "w"))
-sys.stdout.flush()
-os._exit(0)
-"""
 PRODUCER = """
 import json, os, sys, torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -47,22 +33,14 @@ os._exit(0)
 """
 INEXACT = re.compile(r"\.ftz|div\.full|div\.approx|rcp\.approx|fma\.rn\.f32|ex2\.approx")
 TO_FP8 = re.compile(r"cvt\.\S*\.e[45]m[23]x2\.\S+")
-BLOCKS = {"XBLOCK": 8, "YBLOCK": 32, "R0_BLOCK": 256}
 
 pytestmark = [pytest.mark.timeout(600), on_a_pretended_gpu]
-
-
-def written(folder, capability, *recipes):
-    """Return the source of every kernel that Inductor writes for one layer on a compute capability, by recipe."""
-    output = folder / f"{capability}.json"
-    python("-c", SOURCES, output, capability, *recipes)
-    return json.loads(output.read_text())
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     """The kernels for 9.0, which are those for 10.0."""
-    return written(tmp_path_factory.mktemp("sources"), "9.0", "tensorwise", "tensorwise_delayed", "rowwise")
+    return written(tmp_path_factory.mktemp("sources"), "linear", "tensorwise", "tensorwise_delayed", "rowwise")
 
 
 @pytest.fixture(scope="module", params=[90, 100])
@@ -75,27 +53,9 @@ def kernels(request, sources, tmp_path_factory):
     }
 
 
-def ptx(source, path, capability=90):
-    """Compile one of Inductor's kernels for a compute capability, without its tuner."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    body = source[source.index("@triton.jit") :]
-    # Triton reads the source of a function from a file
-    path.write_text(HEADER + "\n" + body)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function = getattr(module, re.search(r"def (\w+)", body)[1])
-    signature = ast.literal_eval(re.search(r"'signature': (\{.*?\})", source)[1])
-    # sizes that Inductor compiles in stand as constants behind the signature
-    given = ast.literal_eval(re.search(r"'constants': (\{.*?\})", source)[1]) if "'constants'" in source else {}
-    fixed = {name: given.get(name, BLOCKS.get(name)) for name, kind in signature.items() if kind == "constexpr"}
-    source = ASTSource(function, signature=signature, constexprs=fixed)
-    # Inductor leaves this at Triton's default: products and sums may become one
-    options = {"num_warps": 4, "enable_fp_fusion": True}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+def ptx(source, path, capability):
+    """Return the PTX of a kernel for all its configurations."""
+    return "\n".join(compiled(source, path, capability))
 
 
 def test_casts_are_exact(kernels):
@@ -118,7 +78,7 @@ def test_on_8_9_where_triton_rounds_twice_no_cast_is_fused(sources, tmp_path):
     """One rounding there is that of the project's own kernels, which `test_gates` compiles for it."""
     twice = [ptx(source, tmp_path / f"fused_{i}.py", 89) for i, source in enumerate(sources["rowwise"])]
     assert any("cvt.rn.satfinite.e4m3x2.f16x2" in text for text in twice), "8.9 rounds once: casts may be fused there"
-    opaque = written(tmp_path, "8.9", "rowwise")["rowwise"]
+    opaque = written(tmp_path, "linear", "rowwise", capability="8.9")["rowwise"]
     moved = [ptx(source, tmp_path / f"opaque_{i}.py", 89) for i, source in enumerate(opaque)]
     assert not [text for text in moved if TO_FP8.search(text)], "codes may be transposed there, and no more"
 

@@ -110,3 +110,17 @@ def test_what_is_cast_is_what_others_see():
     assert_cast(whole, seen, f8.amax_to_scale(f8.amax(seen), "e4m3"), "e4m3")
     assert_same_bits(codes, f8.quantize(seen, np.float32(3), "e4m3"), fmt="e4m3", source=seen)
     assert_same_bits(amax, f8.amax(seen))
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_every_16_bit_value_and_float32_near_each_limit(fmt):
+    """A compiler saturates by comparisons: NaN stays NaN, and a finite number whose product overflows saturates."""
+    limits = np.float32([f8.get_format(fmt).max, np.finfo(np.float32).max, np.finfo(np.float32).tiny, np.inf])
+    near = limits.view(np.int32)[:, None] + np.arange(-70, 70, dtype=np.int32)
+    single = np.concatenate([near.ravel(), near.ravel() | np.int32(-(2**31))]).view(np.float32)
+    halves = [np.arange(2**16, dtype=np.uint16).view(DTYPES[dtype]) for dtype in ("bfloat16", "float16")]
+    program = compiled(lambda x, scale: casts.quantize(x, scale, f8.get_format(fmt)))
+    for x in (single, *halves):
+        for scale in np.float32([1, 448, 2.0**100, 2.0**-100, 0.3, np.nan]):
+            codes, wanted = program(as_tensor(x), torch.tensor(scale)), f8.quantize(x, scale, fmt)
+            assert_same_bits(codes, wanted, fmt=fmt, source=x, name=str(scale))
