@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.processes import on_a_pretended_gpu, python
 
-pytestmark = on_a_pretended_gpu
+pytestmark = [on_a_pretended_gpu, pytest.mark.xdist_group("captured step")]  # all read one program's findings
 
 # Kernels that a captured step must hold: a case that launched nothing would pass for no reason.
 KERNELS = {
