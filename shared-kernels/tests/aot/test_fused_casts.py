@@ -1,9 +1,10 @@
 """The kernels that Inductor writes for fused casts keep the bits: they round, divide and convert exactly.
 
 A GPU that is pretended gives their source. Triton compiles it for the compute capabilities on which casts are fused,
-9.0 and 10.0, and the PTX is read; nothing runs. On 8.9 its conversion would round twice, so casts stay opaque there.
+9.0 and 10.0, and the PTX is read; nothing runs. On 8.9 Triton before 3.9 would round twice, so casts stay opaque there.
 """
 
+import importlib.metadata
 import json
 import re
 
@@ -74,13 +75,18 @@ def test_float32_becomes_fp8_in_one_rounding(kernels, recipe, least):
         assert found <= {"cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"}
 
 
-def test_on_8_9_where_triton_rounds_twice_no_cast_is_fused(sources, tmp_path):
+def test_on_8_9_no_cast_is_fused(tmp_path):
     """One rounding there is that of the project's own kernels, which `test_gates` compiles for it."""
-    twice = [ptx(source, tmp_path / f"fused_{i}.py", 89) for i, source in enumerate(sources["rowwise"])]
-    assert any("cvt.rn.satfinite.e4m3x2.f16x2" in text for text in twice), "8.9 rounds once: casts may be fused there"
     opaque = written(tmp_path, "linear", "rowwise", capability="8.9")["rowwise"]
     moved = [ptx(source, tmp_path / f"opaque_{i}.py", 89) for i, source in enumerate(opaque)]
     assert not [text for text in moved if TO_FP8.search(text)], "codes may be transposed there, and no more"
+
+
+def test_on_8_9_triton_rounds_twice(sources, tmp_path):
+    if tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) >= (3, 9):
+        pytest.skip("from Triton 3.9 on casts to FP8 no longer round to float16 on the way")
+    twice = [ptx(source, tmp_path / f"fused_{i}.py", 89) for i, source in enumerate(sources["rowwise"])]
+    assert any("cvt.rn.satfinite.e4m3x2.f16x2" in text for text in twice), "8.9 rounds once: casts may be fused there"
 
 
 def test_what_a_fused_producer_computed_is_rounded_before_the_cast(tmp_path):
