@@ -1,4 +1,4 @@
-"""Codes belong to their forward: a backward multiplies by them, whatever ran in between and whatever weights hold now."""
+"""Codes belong to their forward: a backward multiplies by them, whatever ran in between and whatever weights hold."""
 
 import weakref
 

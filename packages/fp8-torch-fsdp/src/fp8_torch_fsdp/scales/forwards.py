@@ -1,9 +1,9 @@
 """`Forwards`: a backward multiplies by the codes of its own forward, whatever ran in between.
 
-Mean teachers, evaluations with averaged weights, losses of two forwards: the weights of a model change between a forward
-and its backward, or another forward replaces the codes. So each forward keeps what this rank sent of each weight. Hooks
-on the outputs of FSDP modules hold it until their backward has passed; FSDP2 gathers that in the backward, and what it
-holds of another forward is gathered again. All ranks run the same backward, and so the same gathers.
+Mean teachers, evaluations with averaged weights, losses of two forwards: between a forward and its backward weights
+change, or another forward replaces the codes. So each forward keeps what this rank sent of each weight. Hooks on the
+outputs of FSDP modules hold it until their backward has passed. In the backward FSDP2 gathers it, and gathers again
+what it holds of another forward. All ranks run the same backward, and so the same gathers.
 
 The newest codes are kept in any case. Others live while their graph does: 1 byte per element of a shard.
 """
