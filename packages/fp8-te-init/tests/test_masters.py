@@ -5,6 +5,7 @@ import copy
 import functools
 import resource
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
+from fp8_te_init.masters import seed as seeding
 from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters, weights
 from tests.helpers.primary_models import RECIPES, built, masters_for, plain, step
 from tests.helpers.ranks import RankPool
@@ -123,6 +125,16 @@ def test_frozen_weights_have_no_master_and_their_copies_are_dropped_with_the_see
     assert optimizer.master_of(net[0].weight) is None
     step(net, optimizer)
     assert [torch.equal(*pair) for pair in zip(codes(net), before, strict=True)] == [True, False]
+
+
+def test_seeding_asks_for_memory_back_when_the_values_are_gone(monkeypatch):
+    """64 MiB were released, and resident memory stayed: the values were still referred to."""
+    net, alive = built(), []
+    optimizer = masters_for(net, seed=False)
+    starts = [weakref.ref(weight.state.start) for weight in weights(net)]
+    monkeypatch.setattr(seeding, "_return_freed_memory", lambda: alive.extend(start() for start in starts))
+    fti.seed_masters(optimizer, net)
+    assert alive == [None, None]
 
 
 @pytest.mark.parametrize(("release", "left"), [("forward", 0), ("manual", 4)])

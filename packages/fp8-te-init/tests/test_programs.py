@@ -74,9 +74,9 @@ class Program:
         else:
             with fti.fp8_model_init(recipe=self.recipe, preserve_high_precision_init_val=self.preserve):
                 self.net = plain(own, self.dtype)
-        # while the values before rounding are kept, edits act on them; `restarts` says that the masters will start
-        # anew from rounded values at the next step, `held` that shards hold a write whose scale is not agreed on yet
-        self.exact, self.restarts, self.held = self.preserve, not self.preserve, False
+        # while the values before rounding are kept, edits act on them; `restarts` says from what the masters will
+        # start anew at the next step: "rounded" values, or exact ones that were "written" while they lived
+        self.exact, self.restarts, self.optimizer = self.preserve, "" if self.preserve else "rounded", None
         self.twin = self._twin_of(seed)
         self.wrapped, self.wrapped_twin = self.net, self.twin
         self.log.append(f"build {self.mode} {self.recipe} {self.dtype} {self.preserve}")
@@ -120,16 +120,20 @@ class Program:
     def restart(self):
         """Do to the twin what a step does to masters of weights that something else wrote to."""
         for layer, own in zip(self.twin, self.net, strict=True) if self.restarts else ():
-            values = self.rounded(whole(layer.weight.detach()))
+            given = whole(layer.weight.detach())
+            values = given if self.restarts == "written" else self.rounded(given)
             kept = None if self.sharded else self.optimizer._masters[own.weight]
-            if kept is not None and torch.equal(
-                own.weight.state.quantized(kept.to(self.dtype)), own.weight.state.own_codes
+            codes = None if kept is None else own.weight.state.quantized(kept.to(self.dtype))
+            if (
+                kept is not None
+                and torch.equal(codes, own.weight.state.own_codes)
+                and same(values, self.rounded(given))
             ):
                 values = kept.clone()  # what was written is this master, rounded: it stays
             with torch.no_grad():
                 for each in {id(t): t for t in (self.master_of(layer), layer.weight)}.values():
                     set_to(each, values)
-        self.restarts = False
+        self.restarts = ""
 
     def step(self, skip=False):
         generator = torch.Generator().manual_seed(1000 * self.batches + self.rank)
@@ -143,7 +147,6 @@ class Program:
                 self.wrapped(x)  # an evaluation leaves the root's weights gathered: a step has to gather them anew
         if self.follows:
             assert same(*losses), " ".join(self.log)
-        self.held = False
         if not skip:
             self.restart()
             self.optimizer.step()
@@ -205,14 +208,15 @@ class Program:
         """Do to the twin what was done to the FP8 weights, with the roundings that it goes through."""
         for index, (layer, own) in enumerate(zip(self.twin, self.net, strict=True)):
             base = whole(layer.weight.detach())
-            base = base if self.held or (self.exact and not reads) else self.rounded(base)
+            known = self.exact or self.restarts == "written"
+            base = base if known and not reads else self.rounded(base)
             values = edit(base.to(self.dtype), *(() if given is None else (given[index],)))
             with torch.no_grad():
                 if ours:
                     ours(own.weight)
                 set_to(layer.weight, values)
-        self.restarts = not self.exact
-        self.held = self.sharded
+        if not self.exact:
+            self.restarts = "written" if self.optimizer is not None else "rounded"
 
     def broadcast(self):
         if self.mode == "ddp":
@@ -264,7 +268,7 @@ class Program:
         preserve, (cls, options) = self.preserve, self.rule
         self.preserve, self.rule = False, (cls, {"lr": 0.5})
         self.build(77)
-        self.preserve, self.exact, self.restarts = preserve, False, False
+        self.preserve, self.exact, self.restarts = preserve, False, ""
         self.wrap()
         self.optimize()
         self.rule = cls, options
@@ -301,9 +305,9 @@ class Program:
             codes = rows.quantized(master.to(self.dtype))
             assert torch.equal(codes, rows.own_codes), " ".join([after, *self.log])
             if self.follows:
-                expected = (
-                    self.rounded(whole(twin.weight.detach())) if self.restarts else whole(self.master_of(twin).detach())
-                )
+                written = whole(twin.weight.detach())
+                of_twin = {"": whole(self.master_of(twin).detach()), "rounded": self.rounded(written)}
+                expected = of_twin.get(self.restarts, written.float())
                 assert same(master, local_of(placed_like(expected, layer.weight))), " ".join([after, *self.log])
 
     def run(self, length=10):
@@ -346,7 +350,7 @@ def resumed(rank, world_size, seed, mode, folder):
     """Go on with what another number of ranks has saved, under FSDP2."""
     program = Program(seed, "fsdp", rank, world_size, RECIPES)
     program.build(77)
-    program.exact = program.restarts = False
+    program.exact, program.restarts = False, ""
     program.wrap()
     program.optimize()
     states = program.states()

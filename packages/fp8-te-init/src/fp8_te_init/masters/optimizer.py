@@ -18,7 +18,7 @@ from fp8_common import Fp8Error
 from fp8_common.torch.compat import local_of, version_of
 from fp8_common.torch.sharding import fsdp
 from fp8_common.torch.sharding.agreement import group_of_parts
-from fp8_te_init.masters.values import gradient_of, new_master, tell_of_master, writes_to
+from fp8_te_init.masters.values import gradient_of, has_written, new_master, tell_of_master, writes_to
 from fp8_te_init.te import fp8_of
 from fp8_te_init.weight.all_gather import quantize_together
 from fp8_te_init.weight.state import Record, WeightState
@@ -82,7 +82,9 @@ class MasterOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles are made of: masters too, which no other optimizer has."""
         # `Optimizer.__getstate__` returns its own three attributes alone. Tensors as keys stay right in a copy: it goes
-        # through one memo, in which parameters and masters are copied once.
+        # through one memo, in which parameters and masters are copied once. Pickles of weights have codes alone, so
+        # that masters take over now what was written.
+        self._follow_writes()
         own = ("inner", "reductions", "_masters", "_agreed", "_shared", "_round_through_dtype", "_published")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
 
@@ -91,9 +93,9 @@ class MasterOptimizer(Optimizer):
         super().__setstate__(state)
         for parameter, master in self._masters.items():
             tell_of_master(parameter, master)
-            self._agree(parameter)
-            if fp8_of(parameter) is not None:  # a comparison finds whether it was written to before the copy
-                self._agreed[parameter] = ((), version_of(local_of(master)))
+            # of an FP8 weight, a comparison finds whether it was written to before the copy
+            known = writes_to(parameter) if fp8_of(parameter) is None else ()
+            self._agreed[parameter] = (known, version_of(local_of(master)))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take more parameters, as any optimizer does."""
@@ -191,6 +193,9 @@ class MasterOptimizer(Optimizer):
     def _agree(self, parameter: torch.Tensor) -> None:
         """Take a parameter and its master as they are now for equal up to rounding."""
         self._agreed[parameter] = (writes_to(parameter), version_of(local_of(self._masters[parameter])))
+        weight = fp8_of(parameter)
+        if isinstance(weight, WeightState):
+            weight.settle_master()
 
     def _follow_writes(self, parameters: Iterable[torch.Tensor] | None = None, *, stepping: bool = False) -> None:
         """Start the masters of parameters anew that something else wrote to; they would undo it otherwise."""
@@ -209,15 +214,15 @@ class MasterOptimizer(Optimizer):
             # Masters that were loaded may be those of weights that are loaded next.
             if known == weight.version or (known is None and not stepping):
                 continue
-            if not torch.equal(weight.quantized(self._rounded(parameter, local)), weight.own_codes):
+            if not has_written(weight, self._rounded(parameter, local)):
                 local.copy_(weight.best_values())
                 restarted += 1
             self._agree(parameter)
         if restarted:
             logger.warning(
                 "%d parameters were written to since their masters were made (a loaded checkpoint, an edit): the "
-                "masters start anew from what was written. Change masters and call write_back to preserve their "
-                "precision, and load model and optimizer of the same step.",
+                "masters start again from what was written. Load model and optimizer of the same step; edit "
+                "masters, then call write_back, because an operator on a weight reads rounded values.",
                 restarted,
             )
 

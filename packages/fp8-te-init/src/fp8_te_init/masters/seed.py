@@ -95,6 +95,8 @@ def seed_masters(
     for set_, values in found:
         set_(values)
     released = sum(weight.release() for _, _, weight in weights)
+    found.clear()  # it refers to the released values
+    values = set_ = None
     _return_freed_memory()
     return SeedReport(sources=sources, released_bytes=released)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fp8_common.torch.compat import distributed_like, local_of, version_of
-from fp8_te_init.te import fp8_of
+from fp8_te_init.te import TeWeight, fp8_of
 from fp8_te_init.weight.state import WeightState
 
 
@@ -24,6 +24,22 @@ def tell_of_master(parameter: torch.Tensor, master: torch.Tensor) -> None:
     weight = fp8_of(parameter)
     if isinstance(weight, WeightState):
         weight.master = weakref.ref(master)
+
+
+def has_written(weight: WeightState | TeWeight, master: torch.Tensor) -> bool:
+    """Return whether a master has what was written to its weight: the same codes, and the same bits where known.
+
+    Args:
+        weight: The weight.
+        master: [n, columns], what is quantized of the master.
+    """
+    if not torch.equal(weight.quantized(master), weight.own_codes):
+        return False
+    if not (isinstance(weight, WeightState) and weight.written_for_master):
+        return True
+    written = weight.best_values()
+    # A write of nothing but this master's rounding (averages that are taken out again) leaves the master.
+    return torch.equal(written, master.to(written.dtype)) or torch.equal(written, weight.values(written.dtype))
 
 
 def writes_to(parameter: torch.Tensor) -> Any:

@@ -183,9 +183,10 @@ class WeightState:
             self.own_codes.copy_(cast.codes.view(torch.uint8))
         else:
             self._quantize_with(self.amax_bits(values) if bits is None else bits, values, record)
-        self.unagreed = False
-        if not self.preserves:
+        # a master that has not taken over the values of a write still needs them after the ranks have agreed
+        if not self.preserves and not (self.unagreed and self.live_master is not None):
             self.start = None
+        self.unagreed = False
         self.settle()
 
     def _quantize_with(self, bits: torch.Tensor, values: torch.Tensor, record: Record) -> None:
@@ -202,13 +203,13 @@ class WeightState:
         self.own_codes.copy_(self.quantized(values))
 
     def write(self, values: torch.Tensor) -> None:
-        """Take over new values [n, columns], which become the start, or wait until the ranks agree on a scale."""
+        """Quantize new values [n, columns], and keep them until the ranks agree on a scale and a master has them."""
         self.quantize_(values, None)
         self.writes += 1
         self.unagreed = self.sharded
         if self.preserves:
             self.start = values.detach().to("cpu", copy=True)
-        elif self.sharded:
+        elif self.sharded or self.live_master is not None:
             self.start = values.detach().clone()
 
     # ------------------------------------------------------------ the values before rounding
@@ -248,6 +249,29 @@ class WeightState:
             return 0
         self.start = None
         return held.nbytes
+
+    def clear(self) -> None:
+        """Preserve no values from now on; a master that has yet to take over a write keeps them until then."""
+        master, start = self.live_master, None if self.start is None else self.start.to(self.device)
+        waits = (
+            master is not None
+            and start is not None
+            and not torch.equal(local_of(master).detach(), start.float())
+            and torch.equal(self.quantized(start), self.own_codes)
+        )
+        if not waits:
+            self.release()
+        self.preserves = False
+
+    @property
+    def written_for_master(self) -> bool:
+        """Whether `start` is a write that a master has to take over, and nothing that the user preserves."""
+        return self.start is not None and not self.preserves
+
+    def settle_master(self) -> None:
+        """Drop a written start, since the master has it now."""
+        if not self.preserves and not self.unagreed:
+            self.start = None
 
     # ------------------------------------------------------------ loads
 

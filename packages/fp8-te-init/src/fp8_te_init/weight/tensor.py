@@ -92,13 +92,14 @@ class PrimaryFloat8Weight(torch.Tensor):
         """Return the values before rounding, [n, columns] on the host, or None. It may be called again.
 
         Raises:
-            StaleInitError: The codes were changed behind its back, or loaded.
+            StaleInitError: The codes were changed behind its back.
         """
-        return self._state.init_values()
+        values = self._state.init_values()
+        return values if self._state.preserves else None
 
     def clear_high_precision_init_val(self) -> None:
         """Drop the values before rounding, and preserve none from now on."""
-        self._state.release()
+        self._state.clear()
 
     # ------------------------------------------------------------ what else it offers
 
@@ -300,7 +301,7 @@ def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFlo
         if mine.history is not None and other.history is not None:
             mine.history.copy_(other.history)
     mine.first_row, mine.unagreed = other.first_row + row, other.unagreed
-    known = mine.preserves or mine.unagreed
+    known = mine.preserves or mine.unagreed or mine.live_master is not None
     mine.start = other.start[row : row + mine.rows].clone() if known and other.start is not None else None
     mine.writes += 1
     mine.settle()
