@@ -96,7 +96,14 @@ def built(name: str) -> nn.Module:
 
 def report(name: str) -> Float8Report:
     """Return what the conversion with the default recipe makes of a model."""
-    return f8.float8_report(f8.convert_to_float8_training(built(name)))
+    model = built(name)
+    return f8.float8_report(f8.convert_to_float8_training(model, heads=not _is_tied(model)))
+
+
+def _is_tied(model: nn.Module) -> bool:
+    """Return whether an output head has an embedding's weight: tables are those of models whose other heads are FP8."""
+    embedded = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
+    return any(isinstance(one, nn.Linear) and id(one.weight) in embedded for one in model.modules())
 
 
 def row(name: str) -> dict[str, Any]:
@@ -154,7 +161,7 @@ def loss_of(name: str, model: nn.Module, rank: int) -> torch.Tensor:
 def converted(model: nn.Module, kind: str) -> nn.Module:
     """Return the model as `kind` trains it."""
     if kind == "fp8":
-        return f8.convert_to_float8_training(model)
+        return f8.convert_to_float8_training(model, heads=not _is_tied(model))
     if kind == "torchao":
         config = torchao.float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
         return torchao.float8.convert_to_float8_training(model, config=config)

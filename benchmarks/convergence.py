@@ -167,7 +167,7 @@ class Training:
         if layers != "bf16":
             # padded, because some layers of the architectures have widths that GPUs do not multiply
             config = Float8LinearConfig.from_recipe_name(layers, pad_inner_dim=True)
-            convert_to_float8_training(self.model, config=config, module_filter_fn=self._chosen)
+            convert_to_float8_training(self.model, config=config, module_filter_fn=self._chosen, heads=spec.head)
         self.compressed = [
             parameter for name, parameter in self.model.named_parameters() if self.wire == ALL or "blocks" in name
         ]

@@ -28,9 +28,7 @@ def main() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=2, tie_word_embeddings=False, **sizes))
     # before prepare, which shards, and before the optimizer, because weights become new parameters
-    convert_to_float8_training(
-        model, recipe=arguments.recipe, module_filter_fn=lambda layer, name: "lm_head" not in name
-    )
+    convert_to_float8_training(model, recipe=arguments.recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     plugin = FullyShardedDataParallelPlugin(

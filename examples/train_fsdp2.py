@@ -57,7 +57,7 @@ def build(arguments: argparse.Namespace, mesh: DeviceMesh) -> nn.Module:
     """Return the sharded model."""
     torch.manual_seed(0)
     model = Transformer(arguments.vocabulary, arguments.dim, arguments.layers).to(mesh.device_type)
-    keep = auto_filter_for_recipe(arguments.recipe, ["output"]) if arguments.dim >= 256 else lambda m, n: n != "output"
+    keep = auto_filter_for_recipe(arguments.recipe, ["output"]) if arguments.dim >= 2048 else lambda m, n: n != "output"
     convert_to_float8_training(model, recipe=arguments.recipe, module_filter_fn=keep)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:

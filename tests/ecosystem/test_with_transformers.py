@@ -35,13 +35,13 @@ def test_reports_say_what_the_head_does(build, shared_with, heads):
     x, head = torch.randn(32, 64, dtype=torch.bfloat16), model.lm_head.weight
     wide = head.plain if isinstance(head, f8.ShardedFloat8Weight) else head
     in_fp8 = not torch.equal(model.lm_head(x), nn.functional.linear(x, wide))
-    assert in_fp8 == (heads or not shared_with)
+    assert in_fp8 == heads
     assert (type(model.lm_head) is nn.Linear) == (not in_fp8)
     (weight,) = [weight for weight in f8.float8_report(model).weights if weight.head]
     assert (weight.name, weight.fp8) == (f"{shared_with or 'lm_head'}.weight", in_fp8)
     assert weight.head.startswith("Output head lm_head: ")
     assert (f"shared with {shared_with}" in weight.head) == bool(shared_with)
-    assert (weight.wire == "float8_e4m3fn") == (not shared_with)
+    assert (weight.wire == "float8_e4m3fn") == (heads and not shared_with)
 
 
 # ---------------------------------------------------------------- experts, and shares at real size

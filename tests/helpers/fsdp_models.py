@@ -167,12 +167,20 @@ def chain(widths: str | Sequence[int], dtype: Any = torch.float32) -> nn.Sequent
     return nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.GELU()) for a, b in pairs)).to(dtype)
 
 
-def converted(model: Any, recipe: Any = "tensorwise", *, gather: bool = True, rules: Any = None, **options: Any) -> Any:
+def converted(
+    model: Any,
+    recipe: Any = "tensorwise",
+    *,
+    gather: bool = True,
+    rules: Any = None,
+    heads: bool = False,
+    **options: Any,
+) -> Any:
     """Convert layers and experts."""
     config = f8.Float8LinearConfig(recipe=recipe, all_gather=gather, **options)
     stacks = [module for module in model.modules() if isinstance(module, Experts)]
     layouts = stacks[0].layouts if stacks else {}
-    return f8.convert_to_float8_training(model, config=config, module_filter_fn=rules, experts=layouts)
+    return f8.convert_to_float8_training(model, config=config, module_filter_fn=rules, experts=layouts, heads=heads)
 
 
 def mesh_of(*shape: int, names: Sequence[str] = ("replicate", "shard")) -> Any:

@@ -93,7 +93,7 @@ class Chain(nn.Sequential):
 
 
 def build(sharding, recipe, make=Model, mesh=None):
-    model = converted(seeded(make), recipe, gather=sharding != "none")
+    model = converted(seeded(make), recipe, gather=sharding != "none", heads=True)
     if sharding == "fsdp2":
         for block in model.blocks:
             fully_shard(block)

@@ -64,8 +64,7 @@ def build(recipe: str | None) -> nn.Module:
     model = seeded(Model)
     if recipe is None:
         return model
-    # with `head` of its default name left as it is, whatever is left by default later
-    f8.convert_to_float8_training(model, recipe=recipe, module_filter_fn=lambda layer, name: True)
+    f8.convert_to_float8_training(model, recipe=recipe, heads=True)
     for block in model.blocks:
         fully_shard(block)
     return fully_shard(model)

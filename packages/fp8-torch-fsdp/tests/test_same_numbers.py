@@ -40,10 +40,6 @@ def replicated(recipe):
     return shard(converted(seeded(blocks), recipe)), DistributedDataParallel(model)
 
 
-def combine_replicas(model):
-    f8.synchronize_scales(getattr(model, "module", model), group=dist.group.WORLD)
-
-
 def hsdp(*shape):
     return both_gathers(place=lambda model: shard(model, mesh_of(*shape)))
 
@@ -158,7 +154,7 @@ def compiled_layer(model):
 
 ROWS = {
     "DDP: replicas that average all gradients, and accumulate some": Row(
-        replicated, recipes=RECIPES, casts=None, reductions=3, loop={"after_step": combine_replicas, "microbatches": 2}
+        replicated, recipes=RECIPES, casts=None, reductions=2, loop={"microbatches": 2}
     ),
     "HSDP 2x2": Row(hsdp(2, 2), 4, ("tensorwise", "tensorwise_delayed", "rowwise")),
     "HSDP 4x1: of weights that every rank has whole nothing is agreed on": Row(
@@ -223,11 +219,3 @@ def test_mixed_precision_gathers_the_codes_of_float32_weights(rank, recipe):
     assert y.dtype == torch.bfloat16
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
     assert torch.equal(y, twin(batch(rank, 0, (32, 64)).bfloat16()))
-
-
-@on_ranks(2)
-def test_replicas_that_are_not_told_to_combine_are_warned(rank):
-    ddp = DistributedDataParallel(converted(seeded(blocks), "tensorwise_delayed"))
-    train(ddp, rank, 1)
-    with pytest.warns(UserWarning, match="what it has observed alone"):
-        ddp(batch(rank))

@@ -1,4 +1,4 @@
-"""The one place of this package that touches private parts of PyTorch: functional collectives, the forward of DDP.
+"""The one place of this package that touches private parts of PyTorch: functional collectives, DDP and FSDP1.
 
 The operators of functional collectives are what a compiler captures; the Python functions around them were renamed
 between torch 2.11 and 2.13, the operators were not. A test tells what an upgrade broke. FSDP2's own private parts are
@@ -13,9 +13,23 @@ collectives = torch.ops._c10d_functional
 """The operators of functional collectives; what they start is used after `wait_tensor`."""
 
 
-def replicating_ddp() -> DistributedDataParallel | None:
-    """Return the `DistributedDataParallel` whose forward runs now, if its backward will reduce gradients; else None."""
-    ddp = DistributedDataParallel._get_active_ddp_module()
-    if ddp is None or not ddp.require_backward_grad_sync or ddp._join_config.enable:
-        return None  # under `join` ranks leave one after the other
-    return ddp
+def running_ddp() -> DistributedDataParallel | None:
+    """Return the `DistributedDataParallel` whose forward runs now, or None."""
+    return DistributedDataParallel._get_active_ddp_module()
+
+
+def joins(ddp: DistributedDataParallel) -> bool:
+    """Return whether ranks may end one after the other, under `ddp.join()`."""
+    return ddp._join_config.enable
+
+
+def ignore_buffers(ddp: DistributedDataParallel, names: set[str]) -> None:
+    """Keep the buffers of these names out of the broadcasts of a DDP from now on."""
+    ddp.parameters_to_ignore |= names
+    ddp._assign_modules_buffers()
+
+
+def is_of_fsdp1(weight: torch.Tensor) -> bool:
+    """Return whether `FullyShardedDataParallel` has made a weight a part of its flat parameter."""
+    # FSDP1 marks its flat parameter, of which layers get views, and the parameters that it was made of
+    return any(getattr(one, "_fsdp_flattened", False) for one in (weight, weight._base))

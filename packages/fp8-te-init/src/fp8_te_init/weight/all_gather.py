@@ -83,7 +83,9 @@ def pre_all_gather(weight: Any, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, .
             state.scale.copy_(origin.scale)
             state.settle()
     # FSDP2 does not pad what this hook returns, and ranks that send different sizes would corrupt the gather.
-    padded = torch.Size((-(-state.full_shape[0] // mesh.size()), *state.full_shape[1:]))
+    # A weight that FSDP2 only replicates is whole on each rank.
+    rows = state.rows if state.rows == state.full_shape[0] else -(-state.full_shape[0] // mesh.size())
+    padded = torch.Size((rows, *state.full_shape[1:]))
     codes = state.codes if state.codes.shape == padded else state.own_codes
     return (fsdp.pad_rows(codes, padded),), (state.scale, state)
 

@@ -26,6 +26,7 @@ from fp8_common.torch.compat import (
 )
 from fp8_common.torch.sharding.fsdp import unpad
 from fp8_common.torch.sharding.gathered import finish_gather
+from fp8_torch_fsdp.all_gather.fsdp1 import refuse_fsdp1
 from fp8_torch_fsdp.scales.slot import Sent, Slot
 from fp8_torch_fsdp.scales.sync import ScaleSync
 from fp8_torch_fsdp.scales.weight_cast import WeightCast
@@ -104,6 +105,7 @@ class ShardedFloat8Weight(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        refuse_fsdp1(self)
         # torch exchanges what is behind a tensor without an operator, and a wrapper has nothing behind it
         plain = value.plain if isinstance(value, ShardedFloat8Weight) else value
         is_plain = type(plain) in (torch.Tensor, nn.Parameter) and plain.dtype in _DTYPES

@@ -2,7 +2,8 @@
 
 Routers choose the experts of each token: rounded logits change the choice, which nothing later can repair, and a router
 is about a thousandth of the experts' weights. Adapters are matrices of low rank beside layers: what they add is small
-against the layer's output, they are too narrow for FP8 matmuls, and few bytes. Tied heads share an embedding's weight.
+against the layer's output, they are too narrow for FP8 matmuls, and few bytes. Output heads give the logits, where
+rounding goes straight into the loss.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,30 +41,26 @@ def adapters(model: nn.Module) -> set[nn.Module]:
     }
 
 
-def tied_heads(model: nn.Module) -> set[nn.Module]:
-    """Return the linear layers whose weight is an embedding's too."""
-    embedded = {id(module._parameters["weight"]) for module in model.modules() if isinstance(module, nn.Embedding)}
-    linear = (module for module in model.modules() if isinstance(module, nn.Linear))
-    return {module for module in linear if id(module._parameters.get("weight")) in embedded}
-
-
 def output_heads(model: nn.Module) -> dict[nn.Module, str]:
     """Return the output heads of a model, each with the name of the embedding that shares its weight, or "".
 
-    They are linear layers that share the weight, give as many values as the largest embedding has rows (those of
-    positions and types have fewer), or are called like heads, as in parts of a pipeline that have no embedding.
+    They are linear layers that share the weight, the only one that gives as many values as the largest embedding has
+    rows (those of positions and types have fewer), or those that are called like heads outside of numbered blocks, as
+    in parts of a pipeline that have no embedding.
     """
     embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     owners = {id(module._parameters["weight"]): name for name, module in embeddings.items()}
     vocabulary, width = max(((each.num_embeddings, each.embedding_dim) for each in embeddings.values()), default=(0, 0))
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    # where a vocabulary is as large as the model or its layers are wide, sizes tell nothing
+    by_size = [module for module in linear.values() if module.out_features == vocabulary != width]
     found = dict[nn.Module, str]()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            shared = owners.get(id(module._parameters.get("weight")))
-            # where a vocabulary is as large as the model is wide, sizes tell nothing
-            by_size = module.out_features == vocabulary != width
-            if shared is not None or by_size or name.rpartition(".")[2] in _HEADS:
-                found[module] = shared or ""
+    for name, module in linear.items():
+        shared = owners.get(id(module._parameters.get("weight")))
+        *above, last = name.split(".")
+        by_name = last in _HEADS and not any(part.isdigit() for part in above)
+        if shared is not None or by_size == [module] or by_name:
+            found[module] = shared or ""
     return found
 
 

@@ -32,23 +32,24 @@ NO_EXPERTS: Mapping[type, ExpertLayout] = {}
 
 def convert_to_float8_training(
     model: nn.Module,
-    *,
+    *misplaced: Any,
     config: Float8LinearConfig | None = None,
     recipe: str | Recipe | Mapping[str, Any] | None = None,
     module_filter_fn: ModuleSelection = None,
     experts: Mapping[type, ExpertLayout] = NO_EXPERTS,
     routers: bool = False,
     heads: bool = False,
+    **unknown: Any,
 ) -> nn.Module:
     """Turn the linear layers and the stacked experts of `model` into FP8 ones, in place, before `fully_shard`.
 
     Linear layers are `nn.Linear` and Transformers' `Conv1D`; experts of Transformers and torchtitan are known. Adapters
-    (`lora_A` and the like) stay in high precision, and so does an output head whose weight is an embedding's too. One
-    line, logged as a warning on rank 0 so that it is seen, says what was converted and left, and names output heads;
-    `float8_report` says it again.
+    (`lora_A` and the like) and output heads stay in high precision. One line, logged as a warning on rank 0 so that it
+    is seen, says what was converted and left, and names output heads; `float8_report` says it again.
 
     Args:
         model: Any module, a linear layer too.
+        misplaced: Nothing; other arguments have names.
         config: How to cast and gather; or
         recipe: a recipe instead: a name ("tensorwise" by default), a `Recipe`, or its dictionary.
         module_filter_fn: Called with (layer, fully qualified name); False leaves the layer as it is. Or `Rules`, by
@@ -56,8 +57,9 @@ def convert_to_float8_training(
             layers.
         experts: How other classes of experts keep their weights and compute.
         routers: Convert what chooses the experts of each token too, which stays in high precision by default.
-        heads: Convert linear layers whose weight is an embedding's too: their matmuls run in FP8, their weight is
-            gathered in high precision, as the embedding needs it.
+        heads: Convert output heads too, see `float8_report`. The weight of one that is an embedding's too is gathered
+            in high precision, as the embedding needs it.
+        unknown: Nothing; the error names the argument that was meant.
 
     Returns:
         `model`. Its modules stay the same objects, of a class that is also their former one. Weights that are gathered
@@ -69,20 +71,17 @@ def convert_to_float8_training(
             layer that the filter does not leave out, a weight that an earlier call has replaced elsewhere, experts of
             another form than their layout says, or a model without anything to convert.
     """
+    _refuse_arguments(misplaced, unknown)
     config = _choose(config, recipe)
     wide = {} if routers else dict.fromkeys(kinds.routers(model, experts), "a router, which chooses experts")
     if not heads:
-        reason = "an output head whose weight is an embedding's (heads=True converts it)"
-        wide |= dict.fromkeys(kinds.tied_heads(model), reason)
+        for head, embedding in kinds.output_heads(model).items():
+            shared = " whose weight is an embedding's" if embedding else ""
+            wide[head] = f"an output head{shared} (heads=True converts it)"
     chosen, left = select(model, module_filter_fn, config, experts, wide)
     if not chosen:
-        done = sum(isinstance(module, Float8Module) for module in model.modules())
-        why = f" {done} are FP8 layers already." if done else why_left(left)
-        raise Fp8Error(
-            f"No nn.Linear layer to convert.{why} {float8_report(model).headline} Check module_filter_fn. "
-            "Make nn.Linear of what multiplies by other weights, describe stacked experts by "
-            "experts={TheirClass: ExpertLayout(...)}, or let compress_communication(model) move them in FP8."
-        )
+        _refuse_unless_converted(model, config, left)
+        return model
     if any(shard.module in chosen for shard in shards(model)):
         raise Fp8Error(
             "convert_to_float8_training must run before fully_shard: the weights are already distributed. "
@@ -136,6 +135,41 @@ def unconvert(model: nn.Module) -> nn.Module:
     for module in model.modules():
         fast_path.restore(module)
     return model
+
+
+def _refuse_unless_converted(model: nn.Module, config: Float8LinearConfig, left: Mapping[str, str]) -> None:
+    """Refuse a model without anything to convert, unless it was converted with this configuration."""
+    done = [module for module in model.modules() if isinstance(module, Float8Module)]
+    if done and all(module.fp8_config == config for module in done):
+        logger.warning("FP8: nothing to convert, %d layers are FP8 layers of this recipe already.", len(done))
+        return
+    why = f" {len(done)} are FP8 layers of another recipe already: unconvert(model) first." if done else why_left(left)
+    raise Fp8Error(
+        f"No nn.Linear layer to convert.{why} {float8_report(model).headline} Check module_filter_fn. "
+        "Make nn.Linear of what multiplies by other weights, describe stacked experts by "
+        "experts={TheirClass: ExpertLayout(...)}, or let compress_communication(model) move them in FP8."
+    )
+
+
+def _refuse_arguments(misplaced: tuple, unknown: Mapping[str, Any]) -> None:
+    """Refuse arguments without a name, and names that do not exist."""
+    if misplaced:
+        raise Fp8Error(
+            f"convert_to_float8_training takes one positional argument, the model; got {misplaced[0]!r} besides. Name "
+            f"the others: convert_to_float8_training(model, recipe={misplaced[0]!r})."
+            if isinstance(misplaced[0], str | Recipe)
+            else f"convert_to_float8_training takes one positional argument, the model; got {misplaced[0]!r} besides. "
+            "Name the others: config=, recipe=, module_filter_fn=, experts=, routers=, heads=."
+        )
+    if unknown:
+        name, value = next(iter(unknown.items()))
+        other = {"recipe_name": "recipe", "float8_recipe_name": "recipe", "filter_fn": "module_filter_fn"}.get(name)
+        advice = (
+            f"Write {other}={value!r}."
+            if other
+            else "It takes config, recipe, module_filter_fn, experts, routers and heads."
+        )
+        raise Fp8Error(f"convert_to_float8_training has no argument {name!r}. {advice}")
 
 
 def _choose(config: Float8LinearConfig | None, recipe: str | Recipe | Mapping[str, Any] | None) -> Float8LinearConfig:

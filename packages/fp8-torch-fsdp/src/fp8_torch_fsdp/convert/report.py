@@ -74,11 +74,13 @@ class Float8Report:
         weights: One entry for each parameter.
         casts: How often weights were cast for the all-gather, in total; casts inside of graphs are not counted.
         reductions: How many MAX all-reduces for scales were issued.
+        sharded: Whether `fully_shard` (or `fully_shard_traceable`) was applied; nothing is gathered before.
     """
 
     weights: tuple[WeightReport, ...]
     casts: int
     reductions: int
+    sharded: bool = True
 
     @property
     def wire_bytes(self) -> int:
@@ -125,7 +127,8 @@ class Float8Report:
         ]
         left = f" Left: {'; '.join(parts)}." if parts else ""
         heads = "".join(f" {weight.head}" for weight in self.weights if weight.head)
-        return f"{self.converted:.1%} of the weights converted, {self.gathered:.1%} gathered in FP8.{left}{heads}"
+        gathered = "gathered in FP8" if self.sharded else "would be gathered in FP8 once sharded with fully_shard"
+        return f"{self.converted:.1%} of the weights converted, {self.gathered:.1%} {gathered}.{left}{heads}"
 
     def __str__(self) -> str:
         """Return the headline and a table with one line for each weight and the sums."""
@@ -197,7 +200,13 @@ def float8_report(model: nn.Module, *, reference_dtype: torch.dtype = torch.bflo
         rows.append(row)
     syncs = syncs_of(model)
     casts = sum(slot.casts for sync in syncs for slot in sync.slots)
-    return Float8Report(weights=tuple(rows), casts=casts, reductions=sum(sync.reductions for sync in syncs))
+    traceable = any(isinstance(getattr(one, "distribution", None), TraceableShards) for one in model.modules())
+    return Float8Report(
+        weights=tuple(rows),
+        casts=casts,
+        reductions=sum(sync.reductions for sync in syncs),
+        sharded=traceable or any(True for _ in shards(model)),
+    )
 
 
 def _head(name: str, embedding: str, *, fp8: bool, gathered: bool) -> str:

@@ -27,6 +27,10 @@ ALIGNMENT = 16
 SMALL = {"tensorwise": (256, 256), "rowwise": (1024, 1024), "blockwise_128x128": (1024, 1024), "mx": (1024, 1024)}
 """For each granularity of the weight, the smallest (out_features, in_features) that are worth it."""
 
+# benchmarks/results/gpu-nvidia-h100-80gb-hbm3.json, layers alone, forward and backward without a compiler.
+LARGEST_SLOWER = 4096 * 1024
+"""Weights of a layer that was 3 times slower than in bfloat16 on an H100, or more, in every recipe."""
+
 
 def select(
     model: nn.Module,
@@ -108,7 +112,8 @@ def auto_filter_for_recipe(recipe: str | Recipe | Float8LinearConfig, filter_fqn
     """Return a `module_filter_fn` that leaves out layers which are too small or odd-sized to gain, or named.
 
     A layer is kept in high precision if its full name contains one of `filter_fqns`, if one of its dimensions is no
-    multiple of 16, or if one is below `SMALL` for the recipe. The limits are estimates; measure for your hardware.
+    multiple of 16, if one is below `SMALL` for the recipe (estimates), or if it has at most `LARGEST_SLOWER` weights
+    (measured on one H100). Measure for your hardware.
 
     Args:
         recipe: Name of a recipe, a `Recipe`, or a configuration.
@@ -141,4 +146,5 @@ def auto_filter_for_recipe(recipe: str | Recipe | Float8LinearConfig, filter_fqn
 def _gains(rows: int, columns: int, smallest: tuple[int, int]) -> bool:
     sizes = (rows, columns)
     aligned = all(size % ALIGNMENT == 0 for size in sizes)
-    return aligned and all(size >= least for size, least in zip(sizes, smallest, strict=True))
+    large = all(size >= least for size, least in zip(sizes, smallest, strict=True))
+    return aligned and large and rows * columns > LARGEST_SLOWER

@@ -20,6 +20,7 @@ from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.function import Gather, LinearSpec, fp8_linear
 from fp8_common.torch.linear.operand import Operand
 from fp8_common.torch.sharding.gathered import GatheredWeight
+from fp8_torch_fsdp.all_gather.fsdp1 import refuse_fsdp1
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.all_gather.state_dict import forget_state_dict_hooks, keep_state_dicts_plain
 from fp8_torch_fsdp.config import Float8LinearConfig
@@ -183,6 +184,8 @@ class Float8Module(nn.Module):
                 "the module that fully_shard was applied to; make linear layers tensor-parallel with "
                 "Float8ColwiseParallel and Float8RowwiseParallel."
             )
+        if (self.fp8_config.all_gather or self.fp8[name].scales) and not torch.compiler.is_compiling():
+            refuse_fsdp1(weight)
         # Such a weight is at hand without a gather, so nobody frees its codes; compilers choose what they keep.
         keep_codes = isinstance(weight, ShardedFloat8Weight) and not torch.compiler.is_compiling()
         return fp8_linear(x, weight, self.fp8[name].spec, offsets, record=self.records, keep_codes=keep_codes)

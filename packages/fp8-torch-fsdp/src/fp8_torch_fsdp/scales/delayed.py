@@ -7,6 +7,7 @@ Nothing here asks who wrote to a weight: its scale is used while it fits the ama
 """
 
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from fp8_common.torch import casts, delayed, foreach
 from fp8_common.torch.compat import copy_each, keep_versions
 from fp8_common.torch.sharding.fsdp_forwards import in_backward
 from fp8_torch_fsdp.scales.stale import nan_if_stale
+
+logger = logging.getLogger(__name__)
 
 UNOBSERVED = delayed.UNOBSERVED
 BUFFERS = ("scale", "history", "ready", "observed", "late")
@@ -48,6 +51,7 @@ class DelayedScale(nn.Module):
         late: bool scalar, whether an optimizer step came before the synchronization of what was observed.
         sync: The `ScaleSync` that rolls it; None before any has taken it.
         settled: Whether the host knows that it is ready.
+        lacks_state: Whether weights were loaded into its model while it had observed nothing.
     """
 
     scale: torch.Tensor
@@ -71,7 +75,7 @@ class DelayedScale(nn.Module):
             raise Fp8Error(f"Delayed scaling needs a policy with history >= 1, got {cast.policy.history}.")
         self.cast, self.initial, self.shape = cast, initial, () if count is None else (count,)
         self.must_fit = weight and initial == "dynamic"
-        self.sync, self.settled = None, False
+        self.sync, self.settled, self.lacks_state = None, False, False
         # dtypes are given: torch.set_default_dtype must not decide about scales
         for name, dtype in zip(BUFFERS, _DTYPES, strict=True):
             shape = (*self.shape, cast.policy.history) if name == "history" else self.shape
@@ -84,6 +88,11 @@ class DelayedScale(nn.Module):
         self.settled = False
         for name, value in zip(BUFFERS, (1, 0, self.initial != "dynamic", UNOBSERVED, False), strict=True):
             getattr(self, name).fill_(value)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Notice that weights are loaded; `DelayedState`, and no state dict of a model, has the buffers."""
+        self.lacks_state = self.history.is_meta or not bool(self.history.any())
+        super()._load_from_state_dict(*args)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without the sync, which belongs to one model in one process."""
@@ -200,6 +209,19 @@ def settle(scales: Sequence[DelayedScale]) -> bool:
     for scale in scales:
         scale.settled = all(list(itertools.islice(flags, scale.count)))
     return all(scale.settled for scale in scales)
+
+
+def tell_of_new_windows(scales: Sequence[DelayedScale]) -> None:
+    """Log, once for each load, that weights were loaded without the state of delayed scaling."""
+    lacking = [scale for scale in scales if scale.lacks_state]
+    for scale in lacking:
+        scale.lacks_state = False
+    if lacking:
+        logger.warning(
+            "FP8: weights were loaded, and %d delayed scales start without a history. To resume a run, load "
+            "DelayedState(model) too.",
+            len(lacking),
+        )
 
 
 @torch.no_grad()

@@ -45,6 +45,7 @@ class DelayedState:
         """
         for name, scale in self._scales():
             scale.reset_parameters()
+            scale.lacks_state = False
             for buffer in BUFFERS:
                 if (value := state_dict.get(f"{name}.{buffer}")) is not None:
                     getattr(scale, buffer).copy_(value)

@@ -1,7 +1,7 @@
-"""The end of an optimizer step, seen by one hook for the process that keeps nothing between two calls.
+"""Optimizer steps, seen by hooks for the process that keep nothing between two calls.
 
-It is registered with the first model that has delayed scales. Without state, no closure, nested step, other optimizer,
-thread or exception can confuse it.
+They are registered with the first model that needs them. Without state, no closure, nested step, other optimizer,
+thread or exception can confuse them.
 """
 
 import weakref
@@ -9,8 +9,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fp8_common import Fp8Error
+from fp8_common.torch.sharding.fsdp import shards
+
+_roots: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _watched: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
@@ -31,3 +37,27 @@ def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     for sync in list(_watched):
         if sync.holds_one_of(held):
             sync.note_step()
+
+
+def refuse_gathered(root: nn.Module) -> None:
+    """Refuse steps of optimizers that hold parameters which an FSDP root has only while they are gathered."""
+    _roots.add(root)
+    _register_before()
+
+
+@cache
+def _register_before() -> None:
+    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
+
+
+def _before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    plain = {id(one) for one in held if one.requires_grad and one.grad is None and not isinstance(one, DTensor)}
+    for root in list(_roots) if plain else ():
+        lost = [shard.full_name for shard in shards(root) if id(shard.gathered_parameter) in plain]
+        if lost:
+            raise Fp8Error(
+                f"The optimizer holds {len(lost)} of {len(held)} parameters in the form that FSDP2 gathers for a "
+                f"forward ({lost[0]}), which no step trains: it was made after a forward that left them gathered. Make "
+                "the optimizer before the first forward, or call model.reshard() before you make it."
+            )

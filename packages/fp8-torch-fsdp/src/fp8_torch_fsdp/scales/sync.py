@@ -9,7 +9,6 @@ method. Gathers inside of that forward and of its backward never reduce; `unshar
 """
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -26,11 +25,11 @@ from fp8_common.torch.sharding import fsdp, fsdp_forwards
 from fp8_common.torch.sharding.agreement import max_over_ranks
 from fp8_common.torch.sharding.fsdp_forwards import in_backward
 from fp8_common.torch.sharding.replaced import watch_optimizers
-from fp8_torch_fsdp import _compat as compat
 from fp8_torch_fsdp.scales import delayed, steps
 from fp8_torch_fsdp.scales.delayed import DelayedScale, delayed_scales
 from fp8_torch_fsdp.scales.forwards import Forwards
 from fp8_torch_fsdp.scales.groups import Group, sorted_by_ranks
+from fp8_torch_fsdp.scales.replicas import group_of_replicas
 from fp8_torch_fsdp.scales.slot import Sent, Slot, amax_bits, fill_scales, quantize
 
 SETTLES_AFTER = 8
@@ -52,6 +51,7 @@ class ScaleSync:
         slots: All weights.
         reductions: MAX all-reduces issued so far on this rank.
         sharded: As given.
+        replicas: The ranks of the DDP that the root was called through; None without.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ScaleSync:
     ) -> None:
         # Weakly: the root keeps this object alive.
         self._root = weakref.ref(root)
-        self.groups, self.reductions = list(groups), 0
+        self.groups, self.reductions, self.replicas = list(groups), 0, None
         self._parameter_ids = set[int]()  # as optimizers hold them; where there are delayed scales
         self.slots = [slot for group in self.groups for slot in group.slots]
         self.sharded, self._held, self._looks_left = sharded, list(held), SETTLES_AFTER
@@ -112,6 +112,7 @@ class ScaleSync:
                     watch_optimizers()
             slots = [_slot_of(shard) for shard in gathered]
             self = cls(root, sorted_by_ranks(slots, delayed_scales(root), held), held, sharded=True)
+            steps.refuse_gathered(root)
         with self._alone(root):
             self.begin(self.slots)
         self._running = fsdp.in_any_forward(root)
@@ -187,6 +188,9 @@ class ScaleSync:
             self._running = True
         if not self.sharded:
             self._find_ranks(root)
+            if self.replicas is not None and not (root.training and torch.is_grad_enabled()):
+                self._observed.clear()
+                return  # one rank may evaluate alone: the windows wait for the next training forward
         if self.scales:
             self._collect_parameters(root)
         self.begin(slots)
@@ -247,12 +251,7 @@ class ScaleSync:
         self.groups = sorted_by_ranks([], self.scales, self._held, meshes)
         for group in self.groups:
             group.due = due
-        if due and any(group.ranks is None for group in self.groups) and compat.replicating_ddp() is not None:
-            warnings.warn(
-                "Each rank of this DDP model scales by what it has observed alone. Call "
-                "synchronize_scales(model, group=...) after each optimizer step.",
-                stacklevel=2,
-            )
+        self.replicas = group_of_replicas(self.scales, due=due and root.training, before=self.replicas)
 
     def holds_one_of(self, parameters: Collection[torch.Tensor]) -> bool:
         """Whether one of these parameters is one of the root: of the live root if there is none among those of before.
@@ -286,6 +285,7 @@ class ScaleSync:
         """
         self.forwards.current = None  # codes that no backward waits for are freed before others are made
         self.look()
+        delayed.tell_of_new_windows(self.scales)
         self._observed.clear()
         for own in self.groups:
             own.due = own.due or roll
@@ -293,7 +293,7 @@ class ScaleSync:
             for own in self.groups:
                 slots = own.slots if only is None else [slot for slot in own.slots if slot in only]
                 if only is None or slots or not own.slots:
-                    self._agree(own, slots, group or own.ranks)
+                    self._agree(own, slots, group or own.ranks or (self.replicas if own.due else None))
 
     def look(self) -> None:
         """Find the tensors that hold the weights now: loads, `to_empty` and the like exchange them.
@@ -359,14 +359,13 @@ def synchronize_scales(model: nn.Module, *, group: dist.ProcessGroup | None = No
     """Compute all scales of `model` now, after an optimizer step, and roll the windows of delayed scaling.
 
     All ranks call it. Not needed where the model is called through its root, which does it before each forward. Call it
-    once per optimizer step where parts of a model with delayed scaling are called alone, where no optimizer of torch
-    steps, and for replicas under DDP. A second call without a new observation changes nothing. In compiled code it
-    breaks the graph, once.
+    once per optimizer step where parts of a model with delayed scaling are called alone, and where no optimizer of
+    torch steps. A second call without a new observation changes nothing. In compiled code it breaks the graph, once.
 
     Args:
         model: The converted model, or a part of it.
-        group: The ranks that combine what they observed, for models that are replicated rather than sharded (DDP);
-            sharded models know theirs.
+        group: The ranks that combine what they observed, for models that are replicated without DDP. Sharded models,
+            and models that were called through `DistributedDataParallel`, know theirs.
     """
     # disabled when called: the decorator would import the compiler with the package
     torch.compiler.disable(synchronize_all)(model, group=group, roll=True)
@@ -377,7 +376,7 @@ def synchronize_all(model: nn.Module, *, group: dist.ProcessGroup | None = None,
     if any(scale.sync is None for scale in delayed_scales(model)):
         ScaleSync.of_module(model)  # copied layers: nobody has taken them yet
     for sync in syncs_of(model):
-        sync.synchronize(group=group, roll=roll)
+        sync.synchronize(group=group or sync.replicas, roll=roll)
 
 
 def synchronize_before_forward(model: nn.Module) -> None:

@@ -66,7 +66,11 @@ class Shard:
         param, dim = self.fsdp_param, self.fsdp_param.fsdp_placement.dim
         # FSDP2 gives every rank a part of this length, so that only the last ones are shorter or empty.
         length = self.padded_shape[dim] if self.padded_shape else 0
-        return Region.along(dim, length * param.shard_mesh.get_local_rank(), param._orig_size)
+        # A parameter that FSDP2 only replicates is whole on each rank.
+        parameter: Any = self.parameter
+        of_fsdp = parameter.placements[: self.fsdp_group.mesh_info.mesh.ndim]
+        index = 0 if all(one.is_replicate() for one in of_fsdp) else param.shard_mesh.get_local_rank()
+        return Region.along(dim, length * index, param._orig_size)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -130,6 +134,11 @@ class Shard:
     def is_in_flight(self) -> bool:
         """Whether FSDP2 has started to gather it and not finished."""
         return self.fsdp_group._all_gather_result is not None
+
+    @property
+    def gathered_parameter(self) -> torch.Tensor | None:
+        """The parameter that the module has while it is gathered; None before the first gather."""
+        return getattr(self.fsdp_param, "_unsharded_param", None)
 
     @property
     def stays_gathered(self) -> bool:

@@ -1,0 +1,19 @@
+"""`FullyShardedDataParallel` (FSDP1), which cannot gather FP8 weights."""
+
+import torch
+
+from fp8_common import Fp8Error
+from fp8_torch_fsdp._compat import is_of_fsdp1
+
+
+def refuse_fsdp1(weight: torch.Tensor) -> None:
+    """Refuse a weight that FSDP1 has made a part of its flat parameter; on all ranks alike.
+
+    Raises:
+        Fp8Error: It is one.
+    """
+    if is_of_fsdp1(weight):
+        raise Fp8Error(
+            "FSDP1 (FullyShardedDataParallel) does not gather weights in FP8 and does not combine delayed scales over "
+            "ranks. Shard the converted model with torch.distributed.fsdp.fully_shard (FSDP2)."
+        )
