@@ -212,7 +212,7 @@ def test_routers_stay_wide_unless_they_are_asked_for():
     block = nn.ModuleDict({"gate": nn.Linear(16, 8), "shared_gate": nn.Linear(16, 1), "other": nn.Linear(16, 4)})
     block["experts"] = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
     low = f8.convert_to_float8_training(nn.ModuleDict({"mlp": block, "head": nn.Linear(16, 8)}))
-    assert [name for name, wide in kinds(low).items() if wide] == ["mlp.gate", "mlp.shared_gate"]
+    assert [name for name, wide in kinds(low).items() if wide] == ["mlp.gate", "mlp.shared_gate", "head"]
 
 
 def test_experts_that_nobody_described_are_reported(caplog):

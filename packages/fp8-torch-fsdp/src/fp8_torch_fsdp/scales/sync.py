@@ -59,7 +59,8 @@ class ScaleSync:
     ) -> None:
         # Weakly: the root keeps this object alive.
         self._root = weakref.ref(root)
-        self.groups, self.reductions, self.replicas = list(groups), 0, None
+        self.groups, self.reductions = list(groups), 0
+        self.replicas: dist.ProcessGroup | None = None
         self._parameter_ids = set[int]()  # as optimizers hold them; where there are delayed scales
         self.slots = [slot for group in self.groups for slot in group.slots]
         self.sharded, self._held, self._looks_left = sharded, list(held), SETTLES_AFTER
