@@ -22,7 +22,7 @@ from fp8_torch_fsdp.layers.experts import Float8Experts
 from fp8_torch_fsdp.layers.linear import LINEAR, Float8Linear
 from fp8_torch_fsdp.layers.module import Float8Module, scale_name, to_fp8, to_original
 from fp8_torch_fsdp.scales.delayed import delayed_scales
-from fp8_torch_fsdp.scales.sync import forget_sync, synchronize_before_forward
+from fp8_torch_fsdp.scales.model_hooks import forget_sync, synchronize_before_forward
 from fp8_torch_fsdp.tensor_parallel.placed import distribution_of
 
 logger = logging.getLogger(__name__)

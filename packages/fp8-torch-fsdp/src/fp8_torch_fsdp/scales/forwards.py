@@ -33,7 +33,8 @@ class Pending:
     """Two hooks at an output of a module: they bring its forward back, and release it when its graph is freed."""
 
     def __init__(self, forwards: "Forwards", forward: Forward) -> None:
-        self._forwards, self._forward = forwards, forward
+        self._forwards = forwards
+        self._forward: Forward | None = forward
 
     def begin(self, grad: object) -> None:
         """Let the gathers from now on be those of the forward; before FSDP2's own hook."""

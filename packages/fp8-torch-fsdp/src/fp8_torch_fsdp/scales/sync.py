@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error
-from fp8_common.torch.compat import forward_hooks
 from fp8_common.torch.sharding import fsdp, fsdp_forwards
 from fp8_common.torch.sharding.agreement import max_over_ranks
 from fp8_common.torch.sharding.fsdp_forwards import in_backward
@@ -158,6 +157,7 @@ class ScaleSync:
             Fp8StaleError: The weight was written to inside of a forward and has outgrown its scale.
         """
         root: Any = self._root()
+        sent: Any
         if in_backward():
             sent = self.forwards.sent_in_backward(slot)
         else:
@@ -208,12 +208,12 @@ class ScaleSync:
         inside = self._slots_in(modules)
         if in_backward():
             # a checkpoint repeats a forward: one that ran with gradients, or without (reentrant ones around a root)
-            if self.forwards.find() is None and inside:
+            forward = self.forwards.find()
+            if forward is None and inside:
                 self.before_forward(root, inside)
                 self._observe(root, inside)
-                current: Any = self.forwards.current
-                self.forwards.enter(current)
-            elif (forward := self.forwards.find()) is not None:
+                forward = self.forwards.current
+            if forward is not None:
                 self.forwards.enter(forward)
         elif outermost and inside:
             fsdp.before_gathers(root, lambda root: self.before_forward(root, inside))
@@ -378,55 +378,6 @@ def synchronize_all(model: nn.Module, *, group: dist.ProcessGroup | None = None,
         ScaleSync.of_module(model)  # copied layers: nobody has taken them yet
     for sync in syncs_of(model):
         sync.synchronize(group=group or sync.replicas, roll=roll)
-
-
-def synchronize_before_forward(model: nn.Module) -> None:
-    """Let `model`, which has delayed scales, synchronize before each of its forwards, if FSDP2's gathers do not."""
-    forget_sync(model)  # more of its layers may have been converted
-    ScaleSync.of_module(model)
-    # a function, and no method of a sync: a copy of the model has a sync of its own
-    before: Any = torch.compiler.disable(_before_forward)
-    after: Any = torch.compiler.disable(_after_forward)
-    before.of_fp8_sync = after.of_fp8_sync = True
-    model.register_forward_pre_hook(before, prepend=True)
-    model.register_forward_hook(after)
-
-
-def forget_sync(model: nn.Module) -> None:
-    """Undo `synchronize_before_forward`."""
-    sync = sync_of(model)
-    if sync is not None and not sync.sharded:
-        for scale in sync.scales:
-            scale.sync = None
-        del model.fp8_sync
-    for hooks in forward_hooks(model):
-        for key, hook in list(hooks.items()):
-            if getattr(hook, "of_fp8_sync", False):
-                del hooks[key]
-
-
-def _before_forward(model: nn.Module, args: object) -> None:
-    """Synchronize a model that FSDP2 gathers nothing in FP8 for."""
-    sync = sync_of(model)
-    if sync is None:
-        sync = ScaleSync.of_module(model)  # of a copied model
-        # its window is due if it was copied between an optimizer step and the forward after it
-        sync.groups[0].due = any(bool(scale.late.any()) for scale in sync.scales if not scale.late.is_meta)
-    if sync.sharded:
-        return
-    infos = (shard.local.info for shard in fsdp.shards(model) if sync.scales and hasattr(shard.local, "info"))
-    first = next((info for info in infos if info.slot is None), None)
-    if first is not None:
-        # a root whose own FSDP group is empty comes here before its first gather; the sync of that takes the scales
-        ScaleSync.at_first_gather(first)
-    else:
-        sync.before_forward(model, sync.slots)
-
-
-def _after_forward(model: nn.Module, args: object, output: object) -> None:
-    sync = sync_of(model)
-    if sync is not None and not sync.sharded:
-        sync._running = False
 
 
 def _slot_of(shard: fsdp.Shard) -> Slot:

@@ -1,0 +1,59 @@
+"""Hooks of models with delayed scales whose weights FSDP2 does not gather in FP8."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8_common.torch.compat import forward_hooks
+from fp8_common.torch.sharding import fsdp
+from fp8_torch_fsdp.scales.sync import ScaleSync, sync_of
+
+
+def synchronize_before_forward(model: nn.Module) -> None:
+    """Let `model`, which has delayed scales, synchronize before each of its forwards, if FSDP2's gathers do not."""
+    forget_sync(model)  # more of its layers may have been converted
+    ScaleSync.of_module(model)
+    # a function, and no method of a sync: a copy of the model has a sync of its own
+    before: Any = torch.compiler.disable(_before_forward)
+    after: Any = torch.compiler.disable(_after_forward)
+    before.of_fp8_sync = after.of_fp8_sync = True
+    model.register_forward_pre_hook(before, prepend=True)
+    model.register_forward_hook(after)
+
+
+def forget_sync(model: nn.Module) -> None:
+    """Undo `synchronize_before_forward`."""
+    sync = sync_of(model)
+    if sync is not None and not sync.sharded:
+        for scale in sync.scales:
+            scale.sync = None
+        del model.fp8_sync
+    for hooks in forward_hooks(model):
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "of_fp8_sync", False):
+                del hooks[key]
+
+
+def _before_forward(model: nn.Module, args: object) -> None:
+    """Synchronize a model that FSDP2 gathers nothing in FP8 for."""
+    sync = sync_of(model)
+    if sync is None:
+        sync = ScaleSync.of_module(model)  # of a copied model
+        # its window is due if it was copied between an optimizer step and the forward after it
+        sync.groups[0].due = any(bool(scale.late.any()) for scale in sync.scales if not scale.late.is_meta)
+    if sync.sharded:
+        return
+    infos = (shard.local.info for shard in fsdp.shards(model) if sync.scales and hasattr(shard.local, "info"))
+    first = next((info for info in infos if info.slot is None), None)
+    if first is not None:
+        # a root whose own FSDP group is empty comes here before its first gather; the sync of that takes the scales
+        ScaleSync.at_first_gather(first)
+    else:
+        sync.before_forward(model, sync.slots)
+
+
+def _after_forward(model: nn.Module, args: object, output: object) -> None:
+    sync = sync_of(model)
+    if sync is not None and not sync.sharded:
+        sync._running = False
