@@ -1,6 +1,7 @@
 """What the private names of torch that these packages use mean, by a program for each that says what to look at."""
 
 import datetime
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,6 +48,14 @@ def test_the_compiler_is_disabled_as_torch_disables_it():
     hidden = compat.disable_compiler(lambda: seen.append(torch.compiler.is_compiling()))
     torch.compile(lambda x: (hidden(), x + 1)[1], backend="eager")(torch.ones(1))
     assert seen == [False], LOOK.format("disable_compiler")
+
+
+def test_units_for_bfloat16_are_those_that_the_kernel_of_the_system_names():
+    names = Path("/proc/cpuinfo")
+    flags = names.read_text() if names.exists() else ""
+    if "avx2" not in flags:
+        pytest.skip("needs Linux on x86-64")
+    assert compat.multiplies_bfloat16() == ("avx512_bf16" in flags), LOOK.format("multiplies_bfloat16")
 
 
 def test_function_transforms_are_seen_and_compilers_are_none():

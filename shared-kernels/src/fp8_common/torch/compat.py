@@ -40,6 +40,7 @@ __all__ = [
     "keep_versions",
     "local_of",
     "map_local",
+    "multiplies_bfloat16",
     "pytree",
     "scaled_grouped_mm",
     "scaled_mm",
@@ -104,6 +105,15 @@ def constant_of_record(function: Function) -> Function:
 def in_function_transform() -> bool:
     """Return whether `torch.func` (vmap, grad, jvp, ...) transforms what runs now; False under a compiler."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+@assume_constant_result
+def multiplies_bfloat16() -> bool:
+    """Return whether this processor has units for bfloat16; without them float32 is multiplied many times faster."""
+    capabilities = getattr(torch.cpu, "get_capabilities", None)
+    if capabilities is None:  # before torch 2.12
+        return torch.cpu._is_avx512_bf16_supported()
+    return any(capabilities().get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))  # the last one of Arm
 
 
 def scaled_mm(

@@ -3,8 +3,9 @@
 With FP8 tensor cores: `torch.nn.functional.scaled_mm`, also with scales of 1x128 and 128x128 blocks, which cuBLAS
 applies on Hopper, and with MX scales, which it applies on Blackwell. Without: every FP8 value is exact in bfloat16 and
 float32, so the codes are decoded and multiplied in the output's dtype, which on CPU is several times faster than the
-scaled matmul there. The operands are the same numbers; only the order of accumulation differs. Block-wise operands that
-cuBLAS does not take are multiplied as dequantized float32 matrices. On GPUs, Hopper alone was run.
+scaled matmul there, or in float32, where the processor has no units for bfloat16. The operands are the same numbers;
+only the order of accumulation and the rounding of sums differ. Block-wise operands that cuBLAS does not take are
+multiplied as dequantized float32 matrices. On GPUs, Hopper alone was run.
 """
 
 import logging
@@ -20,7 +21,7 @@ from fp8_common.hardware import multiplies_blocks, multiplies_mx
 from fp8_common.torch import casts, decoding
 from fp8_common.torch._operators import operator
 from fp8_common.torch.blocks import split_blocks
-from fp8_common.torch.compat import Scaling, assume_constant_result, scaled_mm
+from fp8_common.torch.compat import Scaling, assume_constant_result, multiplies_bfloat16, scaled_mm
 from fp8_common.torch.linear.operand import BLOCK_1X128, Operand
 from fp8_common.torch.linear.segments import transposed_rows
 
@@ -141,12 +142,19 @@ def matmul(a: Operand, b: Operand, options: MatmulOptions) -> torch.Tensor:
 
 
 def _matmul_decoded(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
-    # Not float16 for a result in float16: sums of codes overflow it.
-    exact = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+    exact = _multiplied_dtype(a.codes.device, out_dtype)
     # Scales afterwards, in float32: decoded values times scales would be rounded once more before the matmul.
     # Contiguous, however the codes lie: a matmul of transposed matrices adds up in another order.
     sums = _multiply(decoding.values(a.codes, a.fmt, exact), decoding.values(b.codes, b.fmt, exact)).float()
     return scaled(sums, a.scale_inv, b.scale_inv).to(out_dtype)
+
+
+def _multiplied_dtype(device: torch.device, out_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which `device` multiplies values that bfloat16 holds exactly, for a result in `out_dtype`."""
+    # Not float16 for a result in float16: sums of codes overflow it. On CPUs without units for bfloat16 float32 is
+    # several times faster, and rounds sums once.
+    fast = device.type != "cpu" or multiplies_bfloat16()
+    return torch.bfloat16 if out_dtype == torch.bfloat16 and fast else torch.float32
 
 
 def scaled(sums: torch.Tensor, a_inv: torch.Tensor, b_inv: torch.Tensor) -> torch.Tensor:
@@ -162,7 +170,8 @@ def scaled(sums: torch.Tensor, a_inv: torch.Tensor, b_inv: torch.Tensor) -> torc
 
 def _matmul_dequantized(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
     # MX values are exact in bfloat16. Others are not: unless scales are powers of two, they would be rounded once more.
-    exact = out_dtype if out_dtype == torch.bfloat16 and a.block == b.block == casts.MX_BLOCK else torch.float32
+    both_mx = a.block == b.block == casts.MX_BLOCK
+    exact = _multiplied_dtype(a.codes.device, out_dtype) if both_mx else torch.float32
     return _multiply(_dequantized(a).to(exact), _dequantized(b).to(exact)).to(out_dtype)
 
 
