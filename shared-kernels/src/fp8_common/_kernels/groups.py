@@ -17,15 +17,20 @@ PADDED = 16
 """What divides the rows of transposed groups."""
 
 
+# No pointer is given to this function: torch takes for written what one is given that returns offsets of stores.
 @triton.jit
-def rows_of_tile(group_ptr, M, N, COUNT, BM: tl.constexpr, BN: tl.constexpr):
-    """Indices of the rows [BM, 1] and columns [1, BN] of a tile, their groups, and the first and last group there."""
+def places_of_tile(N, BM: tl.constexpr, BN: tl.constexpr):
+    """Indices of the rows [BM] and columns [BN] of a tile."""
     tiles_n = tl.cdiv(N, BN)
     r = (tl.program_id(0) // tiles_n) * BM + tl.arange(0, BM)
-    c = (tl.program_id(0) % tiles_n) * BN + tl.arange(0, BN)
-    group = tl.load(group_ptr + r, mask=r < M, other=COUNT)
+    return r, (tl.program_id(0) % tiles_n) * BN + tl.arange(0, BN)
+
+
+@triton.jit
+def groups_of_rows(group, COUNT):
+    """Groups of rows [BM, 1], and the first and last one there; `group` is [BM]."""
     last = tl.max(tl.where(group < COUNT, group, -1), axis=0)
-    return r[:, None], c[None, :], group[:, None], tl.min(group, axis=0), last
+    return group[:, None], tl.min(group, axis=0), last
 
 
 @triton.jit(do_not_specialize=["M", "N", "COUNT"])
@@ -44,10 +49,11 @@ def group_amax_kernel(
     """Set amax[g] or amax[g, n] to the larger of itself and the key of max |x|; `amax` is int32 and starts at zero."""
     if ALIGNED:
         N = multiple_of_16(N)
-    r, c, group, first, last = rows_of_tile(group_ptr, M, N, COUNT, BM, BN)
+    rows, columns = places_of_tile(N, BM, BN)
+    group, first, last = groups_of_rows(tl.load(group_ptr + rows, mask=rows < M, other=COUNT), COUNT)
+    r, c = rows[:, None], columns[None, :]
     x = tl.load(x_ptr + r.to(tl.int64) * N + c, mask=(r < M) & (c < N), other=0.0)
     key = narrow_key(x)
-    columns = tl.reshape(c, (BN,))
     for g in range(first, last + 1):
         top = widen_key(tl.max(tl.where(group == g, key, 0), axis=0), x_ptr.dtype.element_ty)
         if COLUMNS:
@@ -73,7 +79,9 @@ def group_cast_kernel(
     """Compute y[m, n] = fp8(x[m, n] * scale[group of m] or scale[group of m, n]); rows of no group are not written."""
     if ALIGNED:
         N = multiple_of_16(N)
-    r, c, group, first, last = rows_of_tile(group_ptr, M, N, COUNT, BM, BN)
+    rows, columns = places_of_tile(N, BM, BN)
+    group, first, last = groups_of_rows(tl.load(group_ptr + rows, mask=rows < M, other=COUNT), COUNT)
+    r, c = rows[:, None], columns[None, :]
     at, mask = r.to(tl.int64) * N + c, (r < M) & (c < N)
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
     # Cast once for each group instead of choosing scales first: nearly all tiles have one group or two, and what a loop

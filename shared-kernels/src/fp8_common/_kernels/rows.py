@@ -33,7 +33,7 @@ from fp8_common._kernels.launch import (
     scale_constants,
     tile_count,
 )
-from fp8_common._kernels.tensor import load_rows, store_columns
+from fp8_common._kernels.tensor import rows_of_four, store_columns
 from fp8_common.formats import Format
 from fp8_common.policy import CANONICAL, ScalePolicy
 
@@ -133,15 +133,14 @@ def rowwise_long_kernel(
 def amax_both_kernel(
     x_ptr,
     fold_ptr,
-    row_ptr,
-    column_ptr,
+    amax_ptr,
     M: tl.int32,
     N: tl.int32,
     ALIGNED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Raise row[m] to the key of max |x[m, :] * fold| and column[n] to that of max |x[:, n]|; both start at zero."""
+    """Raise amax[m] to the key of max |x[m, :] * fold| and amax[M + n] to that of max |x[:, n]|; all start at zero."""
     if ALIGNED:
         M, N = multiple_of_16(M), multiple_of_16(N)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -151,19 +150,19 @@ def amax_both_kernel(
     mask = (r < M)[:, None] & (c < N)[None, :]
     x = tl.load(x_ptr + r[:, None].to(tl.int64) * N + c[None, :], mask=mask, other=0.0)
     # no more atomics than rows and columns of tiles; a maximum does not depend on their order
-    tl.atomic_max(column_ptr + c, widen_key(tl.max(narrow_key(x), axis=0), DTYPE), mask=c < N, sem="relaxed")
+    tl.atomic_max(amax_ptr + M + c, widen_key(tl.max(narrow_key(x), axis=0), DTYPE), mask=c < N, sem="relaxed")
     if fold_ptr is not None:
         folded = x.to(tl.float32) * tl.load(fold_ptr + c, mask=c < N, other=0.0)[None, :]
         key = tl.max(narrow_key(folded), axis=1)
     else:
         key = widen_key(tl.max(narrow_key(x), axis=1), DTYPE)
-    tl.atomic_max(row_ptr + r, key, mask=r < M, sem="relaxed")
+    tl.atomic_max(amax_ptr + r, key, mask=r < M, sem="relaxed")
 
 
 @triton.jit
-def store_row(y_ptr, x, row_ptr, fold, r, at, mask, M):
+def store_row(y_ptr, x, scale_ptr, fold, r, at, mask, M):
     """Cast a tile of rows r with their scales and store it."""
-    scale = tl.load(row_ptr + r, mask=r < M, other=0.0)[:, None]
+    scale = tl.load(scale_ptr + r, mask=r < M, other=0.0)[:, None]
     v = x if fold is None else x.to(tl.float32) * fold
     tl.store(y_ptr + at, to_fp8(scaled(v, scale), y_ptr.dtype.element_ty), mask=mask)
 
@@ -172,8 +171,7 @@ def store_row(y_ptr, x, row_ptr, fold, r, at, mask, M):
 def cast_both_kernel(
     x_ptr,
     fold_ptr,
-    row_ptr,
-    column_ptr,
+    scale_ptr,
     y_ptr,
     yt_ptr,
     M: tl.int32,
@@ -182,7 +180,7 @@ def cast_both_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Make y = fp8(x * fold * row[m]) and yt = fp8(x * column[n])^T; needs M % 4 == 0."""
+    """Make y = fp8(x * fold * scale[m]) and yt = fp8(x * scale[M + n])^T; needs M % 4 == 0."""
     if ALIGNED:
         M, N = multiple_of_16(M), multiple_of_16(N)
     # Backwards after the pass for the amax, as in `cast_kernel`.
@@ -191,16 +189,17 @@ def cast_both_kernel(
     m0, n0 = (tile // tiles_n) * BM, (tile % tiles_n) * BN
     c = n0 + tl.arange(0, BN)
     fold = None if fold_ptr is None else tl.load(fold_ptr + c, mask=c < N, other=0.0)[None, :]
-    x0, at, mask = load_rows(x_ptr, m0, n0, M, N, BM, BN, 0)
+    at, mask = rows_of_four(m0, n0, M, N, BM, BN)
+    x0 = tl.load(x_ptr + at, mask=mask, other=0.0)
     x1 = tl.load(x_ptr + at + N, mask=mask, other=0.0)
     x2 = tl.load(x_ptr + at + 2 * N, mask=mask, other=0.0)
     x3 = tl.load(x_ptr + at + 3 * N, mask=mask, other=0.0)
     r = m0 + 4 * tl.arange(0, BM // 4)
-    store_row(y_ptr, x0, row_ptr, fold, r, at, mask, M)
-    store_row(y_ptr, x1, row_ptr, fold, r + 1, at + N, mask, M)
-    store_row(y_ptr, x2, row_ptr, fold, r + 2, at + 2 * N, mask, M)
-    store_row(y_ptr, x3, row_ptr, fold, r + 3, at + 3 * N, mask, M)
-    scale = tl.load(column_ptr + c, mask=c < N, other=0.0)[None, :]
+    store_row(y_ptr, x0, scale_ptr, fold, r, at, mask, M)
+    store_row(y_ptr, x1, scale_ptr, fold, r + 1, at + N, mask, M)
+    store_row(y_ptr, x2, scale_ptr, fold, r + 2, at + 2 * N, mask, M)
+    store_row(y_ptr, x3, scale_ptr, fold, r + 3, at + 3 * N, mask, M)
+    scale = tl.load(scale_ptr + M + c, mask=c < N, other=0.0)[None, :]
     F8: tl.constexpr = y_ptr.dtype.element_ty
     _, _, _, _, words = to_fp8_rows(scaled(x0, scale), scaled(x1, scale), scaled(x2, scale), scaled(x3, scale), F8)
     store_columns(yt_ptr, words, m0, n0, M, N, BM, BN)
@@ -250,7 +249,7 @@ def rowwise(
 
 @plan
 def amax_both(m: int, n: int, dtype: str, *, fold: bool = False) -> Launch:
-    """Plan the int32 keys of the amax of all rows [m] and of all columns [n] of x [m, n]; `fold` as in `rowwise`.
+    """Plan the int32 keys [m + n] of the amax of all rows, then of all columns, of x [m, n]; `fold` as in `rowwise`.
 
     Rows are multiplied by `fold_ptr`, columns are not.
     """
@@ -258,7 +257,7 @@ def amax_both(m: int, n: int, dtype: str, *, fold: bool = False) -> Launch:
         kernel=amax_both_kernel,
         grid=tile_count(m, 128) * tile_count(n, 128),
         inputs={"x_ptr": input_dtype(dtype), "fold_ptr": "float32" if fold else None},
-        outputs={"row_ptr": Out((m,), "int32", zeroed=True), "column_ptr": Out((n,), "int32", zeroed=True)},
+        outputs={"amax_ptr": Out((m + n,), "int32", zeroed=True)},
         scalars=matrix_sizes(m, n),
         constants={"ALIGNED": m % 16 == n % 16 == 0, "BM": 128, "BN": 128},
         num_warps=4,  # 8 reach three quarters of its bandwidth on an H100
@@ -267,15 +266,14 @@ def amax_both(m: int, n: int, dtype: str, *, fold: bool = False) -> Launch:
 
 @plan
 def cast_both(m: int, n: int, dtype: str, fmt: str | Format, *, fold: bool = False) -> Launch:
-    """Plan casts of x [m, n], m % 4 == 0, with float32 scales of its rows, and of its columns, transposed."""
+    """Plan casts of x [m, n], m % 4 == 0, with float32 scales [m + n] of its rows, and of its columns, transposed."""
     return Launch(
         kernel=cast_both_kernel,
         grid=tile_count(m, 128) * tile_count(n, 64),
         inputs={
             "x_ptr": input_dtype(dtype),
             "fold_ptr": "float32" if fold else None,
-            "row_ptr": "float32",
-            "column_ptr": "float32",
+            "scale_ptr": "float32",
         },
         outputs={"y_ptr": codes((m, n), fmt), "yt_ptr": codes((n, m), fmt)},
         scalars=matrix_sizes(m, n),

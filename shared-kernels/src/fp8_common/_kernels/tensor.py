@@ -105,13 +105,13 @@ def max_narrow_key(x):
     return tl.max(tl.max(narrow_key(x), axis=1).to(narrow_key(x).dtype), axis=0)
 
 
+# No pointer is given to this function: torch takes for written what one is given that returns offsets of stores.
 @triton.jit
-def load_rows(x_ptr, m0, n0, M, N, BM: tl.constexpr, BN: tl.constexpr, ROW: tl.constexpr):
-    """Rows m0 + 4j + ROW, columns n0.. of x as [BM / 4, BN], with offsets and mask."""
-    r = m0 + ROW + 4 * tl.arange(0, BM // 4)[:, None]
+def rows_of_four(m0, n0, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    """Offsets and mask [BM / 4, BN] of the first of every four rows of the tile at (m0, n0) of a matrix [M, N]."""
+    r = m0 + 4 * tl.arange(0, BM // 4)[:, None]
     c = n0 + tl.arange(0, BN)[None, :]
-    at, mask = r.to(tl.int64) * N + c, (r < M) & (c < N)
-    return tl.load(x_ptr + at, mask=mask, other=0.0), at, mask
+    return r.to(tl.int64) * N + c, (r < M) & (c < N)
 
 
 @triton.jit
@@ -166,7 +166,8 @@ def cast_transpose_kernel(
     tiles_n = tl.cdiv(N, BN)
     m0, n0 = (tile // tiles_n) * BM, (tile % tiles_n) * BN
     if PACKED:
-        x0, at, mask = load_rows(x_ptr, m0, n0, M, N, BM, BN, 0)
+        at, mask = rows_of_four(m0, n0, M, N, BM, BN)
+        x0 = tl.load(x_ptr + at, mask=mask, other=0.0)
         x1 = tl.load(x_ptr + at + N, mask=mask, other=0.0)
         x2 = tl.load(x_ptr + at + 2 * N, mask=mask, other=0.0)
         x3 = tl.load(x_ptr + at + 3 * N, mask=mask, other=0.0)

@@ -353,15 +353,13 @@ def _rows_and_columns(
     Two reads of x; scales and inverse scales are those of all rows, then of all columns.
     """
     m, n = x.shape
-    # One buffer, so that the scales of rows and columns are one launch.
-    keys = torch.zeros(m + n, dtype=torch.int32, device=x.device)
     given = {"x_ptr": x, "fold_ptr": None if fold is None else fold.contiguous()}
     plan = plans().amax_both(m, n, name_of(x.dtype), fold=fold is not None)
-    launch(plan, x.device, **given, row_ptr=keys[:m], column_ptr=keys[m:])
+    (keys,) = launch(plan, x.device, **given)
     # the kernel takes keys for amax: those without a sign are their bits
     scale, scale_inv = _scales_by_kernel(keys.view(torch.float32), fmt, policy)
     plan = plans().cast_both(m, n, name_of(x.dtype), fmt, fold=fold is not None)
-    codes, transposed = launch(plan, x.device, **given, row_ptr=scale[:m], column_ptr=scale[m:])
+    codes, transposed = launch(plan, x.device, **given, scale_ptr=scale)
     return codes, transposed, scale, scale_inv
 
 
