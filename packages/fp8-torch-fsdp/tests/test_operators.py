@@ -113,4 +113,4 @@ def test_a_steady_forward_enters_few_functions(rank):
     layer = [code.co_qualname for code in ours].index("Float8Linear.forward")
     assert 5 <= layer <= 85
     assert len({code.co_filename for code in ours[:layer]}) <= 16
-    assert len(ours) <= 175
+    assert len(ours) <= 180

@@ -6,22 +6,23 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fp8_common import CastRecipe, Fp8UnsupportedError
-from fp8_common.torch.sharding import fsdp
+from fp8_common.torch.sharding import fsdp, fsdp_forwards
 from fp8_common.torch.sharding.agreement import group_of_parts
 from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
 from tests.helpers.ranks import on_ranks
 
 READ_NAMES = {
-    "FSDPState": "_is_root _modules _state_ctx _fsdp_param_group _lazy_init _device_handle post_optim_event",
+    "FSDPState": "_is_root _modules _state_ctx _fsdp_param_group _lazy_init _device_handle post_optim_event "
+    "_root_pre_forward _register_pre_backward_hook _training_state iter_forward_root all_states PRE_BACKWARD",
     "FSDPParam": "sharded_param padded_sharded_param_size _orig_size _param_fqn shard_mesh _module_info "
     "fsdp_placement device orig_dtype offload_to_cpu",
-    "FSDPParamGroup": "_reduce_scatter_comm fsdp_params is_unsharded reshard reshard_after_backward "
-    "post_forward_mesh_info mesh_info",
+    "FSDPParamGroup": "_reduce_scatter_comm fsdp_params is_unsharded _to_sharded reshard_after_backward "
+    "post_forward_mesh_info mesh_info _all_gather_result all_gather_event all_gather_work device_handle _training_state",
 }
 
 
@@ -32,6 +33,64 @@ def test_this_torch_has_the_private_names():
         source = inspect.getsource(inspect.getmodule(getattr(fsdp, owner)))
         missing = [name for name in names.split() if name not in source]
         assert not missing, f"torch {torch.__version__}: {owner} has no {missing}"
+
+
+def test_autograd_numbers_its_backwards_and_its_nodes():
+    """If this fails, autograd changed: fp8_common/torch/sharding/fsdp_forwards.py is the one file to adapt."""
+    x, seen, ended = torch.ones(2, requires_grad=True), [], []
+    first = fsdp_forwards.next_node()
+    y = x * 2
+    second = fsdp_forwards.next_node()
+
+    def begin(grad):
+        number = fsdp_forwards.running_node()
+        fsdp_forwards.at_end_of_backward(lambda: ended.append(fsdp_forwards.graph_task()))
+        seen.append((fsdp_forwards.in_backward(), first <= number < second, fsdp_forwards.keeps_graph()))
+
+    fsdp_forwards.on_backward({"output": (y, None, 3)}, begin, lambda *grads: seen.append("passed"))
+    (grad,) = torch.autograd.grad(y.sum(), y)
+    assert seen == [(True, True, False)], "the node of the output has not run"
+    z = y.sum()
+    z.backward(grad.new_ones(()), retain_graph=True)
+    z.backward()
+    assert seen[1:] == [(True, True, True), "passed", (True, True, False), "passed"]
+    assert len(ended) == 3
+    assert not fsdp_forwards.in_backward()
+
+
+@on_ranks(2)
+def test_forwards_are_seen_where_fsdp2_begins_and_ends_them(rank):
+    class Inner(nn.Linear):
+        def method(self, x):
+            return nn.functional.linear(x, self.weight, self.bias)
+
+    model = nn.Sequential(Inner(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    register_fsdp_forward_method(model[0], "method")
+    model(torch.ones(2, 4))
+    seen = []
+    fsdp_forwards.on_forwards(
+        model,
+        lambda modules, outermost: seen.append(("before", modules[0] is model, outermost)),
+        lambda modules, output, outermost: seen.append(("after", modules[0] is model, outermost)),
+    )
+    inner, outer = [("before", False, False), ("after", False, False)], [("before", True, True), ("after", True, True)]
+    model(torch.ones(2, 4))
+    assert seen == [outer[0], *inner, outer[1]]
+    for call in (model[0], model[0].method):
+        seen.clear()
+        call(torch.ones(2, 4))
+        assert seen[0] == ("before", False, True)
+        assert seen[-1] == ("after", False, True)
+    seen.clear()
+    handle = model[1].register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(2, 4))
+    handle.remove()
+    seen.clear()
+    model(torch.ones(2, 4))
+    assert seen[0] == outer[0], "a forward that raised has ended"
 
 
 def test_what_is_not_sharded_has_no_shards_and_no_root():

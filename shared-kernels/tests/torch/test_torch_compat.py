@@ -134,6 +134,15 @@ def test_copies_land_in_their_targets():
     assert [target.tolist() for target in targets] == [[1, 1], [2, 2, 2]], LOOK.format("copy_each")
 
 
+def test_writes_in_a_context_are_not_noticed_by_autograd():
+    x, factor = torch.ones(2, requires_grad=True), torch.full((2,), 3.0)
+    y = x * factor
+    with compat.keep_versions((factor,)):
+        factor.fill_(5.0)
+    y.sum().backward()
+    assert x.grad.tolist() == [5, 5], LOOK.format("keep_versions")
+
+
 def test_writes_are_counted():
     x = torch.zeros(2)
     before = compat.version_of(x)

@@ -286,10 +286,11 @@ class ScaleSync:
         """
         self.forwards.current = None  # codes that no backward waits for are freed before others are made
         self.look()
-        delayed.tell_of_new_windows(self.scales)
         self._observed.clear()
         for own in self.groups:
             own.due = own.due or roll
+            if own.scales:
+                delayed.tell_of_new_windows(own.scales)
         with torch.inference_mode(False):  # what is made here outlives this forward
             for own in self.groups:
                 slots = own.slots if only is None else [slot for slot in own.slots if slot in only]
