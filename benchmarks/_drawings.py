@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 
 import fp8_common as fp8
 from benchmarks._common import RESULTS, median_ratio
-from benchmarks._runs import BAR, RECIPES, WIRES, differences, interval, is_broken
+from benchmarks._plan import RECIPES
+from benchmarks._runs import BAR, Row, compare, is_broken
 
 FORMATS = {"E4M3": fp8.E4M3, "E5M2": fp8.E5M2, "E4M3 FNUZ": fp8.E4M3FNUZ, "E5M2 FNUZ": fp8.E5M2FNUZ}
 PACKAGES = ("fp8-torch-fsdp", "fp8-jax-owg", "fp8-te-init")
@@ -54,7 +55,8 @@ def by_package() -> dict[str, dict[str, dict[int, float]]]:
 
 def above_control(recipes: Mapping[str, dict[int, float]], recipe: str) -> list[float]:
     """Return how many per cent each seed of a recipe ends above the control, which is the first of `recipes`."""
-    return differences(dict(recipes), recipe, next(iter(recipes)))
+    control = recipes[next(iter(recipes))]
+    return [100 * (loss / control[seed] - 1) for seed, loss in sorted(recipes[recipe].items()) if seed in control]
 
 
 def draw_dots(axes: Axes, rows: Mapping[str, list[float]]) -> None:
@@ -101,30 +103,40 @@ def draw_links(axes: Axes) -> None:
     axes.legend(fontsize=8)
 
 
-def draw_recipes(axes: Axes, recipes: Mapping[str, dict[int, float]]) -> None:
-    """Draw a dot with its interval for each recipe, the seeds as small dots, and the bar."""
-    shown = [r for r in (*RECIPES[1:], *WIRES) if differences(recipes, r)]
-    for row, recipe in enumerate(shown):
-        values = differences(recipes, recipe)
-        axes.plot(values, [row] * len(values), ".", color="gray", markersize=4)
-        axes.errorbar(fmean(values), row, xerr=interval(values), fmt="o", color="#1f6feb", capsize=3)
+def draw_intervals(axes: Axes, shown: list[tuple[str, Any, Any]]) -> None:
+    """Draw a dot for each recipe of each comparison, its own interval, and thin the one that holds for all at once."""
+    names, place = {}, 0
+    for title, recipes, _ in shown:
+        rows = {name: row for name, row in compare(recipes).items() if row.limits}
+        if rows:
+            axes.annotate(title, (0, place), ha="center", va="center", fontsize=7, color="#d1570c")
+            place += 1
+        for name, row in rows.items():
+            for half, width in ((row.estimate.half(row.comparisons), 0.8), (row.estimate.half(), 2.5)):
+                axes.plot([row.estimate.mean - half, row.estimate.mean + half], [place, place], "-", color="#1f6feb",
+                          linewidth=width)  # fmt: skip
+            axes.plot(row.estimate.mean, place, "o", color="#1f6feb", markersize=4)
+            names[place] = name
+            place += 1
     for bar in (-BAR, BAR):
         axes.axvline(bar, color="#d1570c", linestyle="--", linewidth=1)
     axes.axvline(0, color="gray", linewidth=0.8)
-    axes.set_yticks(range(len(shown)), shown)
-    axes.set(xlabel="held-out loss above bf16, %", ylim=(len(shown) - 0.5, -0.5))
+    axes.set_yticks(list(names), list(names.values()), fontsize=7)
+    axes.set_xscale("symlog", linthresh=BAR)
+    axes.set_xticks(ticks := [-3, -1, -BAR, 0, BAR, 1, 3], [f"{tick:g}" for tick in ticks])
+    axes.set(xlabel="held-out loss above bf16, %; logarithmic beyond the bar", ylim=(place - 0.5, -0.8))
 
 
-def draw_breaks(axes: Axes, rows: dict[str, dict[str, list[float]]]) -> None:
+def draw_breaks(axes: Axes, rows: dict[str, dict[str, Row]]) -> None:
     """Draw recipes against perturbations: how far above bf16; filled where training suffers."""
-    rows = {words: recipes for words, recipes in rows.items() if any(recipes.values())}
-    for y, recipes in enumerate(rows.values()):
-        for x, values in enumerate(recipes.values()):
-            if values:
-                broken = is_broken(values)
+    rows = {words: found for words, found in rows.items() if found}
+    for y, found in enumerate(rows.values()):
+        for x, row in enumerate(map(found.get, RECIPES[1:])):
+            if row:
+                broken = is_broken(row)
                 colour = "#d1570c" if broken else "#1f6feb"
                 axes.plot(x, y, "o", color=colour, markersize=7, fillstyle="full" if broken else "none")
-                text = "diverged" if max(values) == float("inf") else f"{fmean(values):+.2f}"
+                text = f"{row.estimate.mean:+.2f}" if row.estimate else "diverged"
                 axes.annotate(text, (x, y), (8, -3), textcoords="offset points", fontsize=7, color="gray")
     axes.set_xticks(range(len(RECIPES) - 1), RECIPES[1:], rotation=20, ha="right")
     axes.set_yticks(range(len(rows)), rows)

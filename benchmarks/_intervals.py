@@ -46,7 +46,6 @@ class Fit:
 
     Args:
         losses: What is compared.
-        control: What the others are compared with.
 
     Attributes:
         names: Recipes that are in the model.
@@ -56,17 +55,17 @@ class Fit:
         freedom: Its degrees of freedom.
     """
 
-    def __init__(self, losses: Losses, control: str = CONTROL) -> None:
-        diverged = {name for name, of in losses.items() if float("inf") in of.values()} - {control}
+    def __init__(self, losses: Losses) -> None:
+        diverged = {name for name, of in losses.items() if float("inf") in of.values()} - {CONTROL}
         cells: dict[tuple[str, int], list[float]] = {}
         for name, of in losses.items():
             for seed, loss in of.items():
-                if name not in diverged and losses.get(control, {}).get(seed, float("inf")) < float("inf"):
+                if name not in diverged and losses.get(CONTROL, {}).get(seed, float("inf")) < float("inf"):
                     cells.setdefault((name.partition(TWIN)[0], seed), []).append(100 * float(np.log(loss)))
         self.names = list(dict.fromkeys(name for name, _ in cells))
         seeds = sorted({seed for _, seed in cells})
         self.seeds = len(seeds)
-        controls = [len(cells[control, seed]) for seed in seeds]
+        controls = [len(cells[CONTROL, seed]) for seed in seeds]
         self.controls = sum(controls) / max(1, len(controls))
         design = np.zeros((len(cells), len(seeds) + len(self.names)))
         for row, (name, seed) in enumerate(cells):
@@ -81,13 +80,13 @@ class Fit:
         self.freedom = len(cells) - len(seeds) - len(self.names) + 1 if cells else 0
         self.residual = float(np.sqrt(rest @ rest / self.freedom)) if self.freedom > 0 else float("nan")
 
-    def above(self, recipes: Sequence[str], control: str = CONTROL) -> Estimate:
-        """Return how far recipes, on average, end above a control."""
+    def above(self, recipes: Sequence[str]) -> Estimate:
+        """Return how far recipes, on average, end above the control."""
         contrast = np.zeros(len(self._effects))
         offset = self.seeds
         for name in recipes:
             contrast[offset + self.names.index(name)] += 1 / len(recipes)
-        contrast[offset + self.names.index(control)] -= 1
+        contrast[offset + self.names.index(CONTROL)] -= 1
         error = self.residual * float(np.sqrt(contrast @ self._covariance @ contrast))
         return Estimate(float(contrast @ self._effects), error, self.freedom)
 

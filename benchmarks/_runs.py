@@ -1,121 +1,202 @@
-"""What runs of `benchmarks.convergence` say: differences between recipes, their intervals, and tables of them.
+"""What runs of `benchmarks.convergence` show: differences between recipes, their intervals, and tables of them.
 
-A run is compared with bf16 of the same seed under the same conditions. With two seeds and more, a difference has the
-95 % interval of its mean (Student's t of the differences, paired by seed); with one seed it has none, and then nothing
-is said of it.
+Runs are compared under the same conditions, with one residual for all recipes (`benchmarks._intervals`). Of questions
+with three controls only whole seeds are compared.
 """
 
-import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
+from benchmarks import _plan
 from benchmarks._common import table
-from benchmarks.convergence import RECIPES, WIRES, Spec, queue
+from benchmarks._intervals import CONTROL, TWIN, Estimate, Fit, power
+from benchmarks._plan import E5M2_WEIGHTS, RECIPES, SEEDS, WIRES, Spec, queue
 
 BAR, BROKEN = 0.25, 1.0
 """Percent of the held-out loss: the bar that DeepSeek-V3 set itself, and from where on training suffers."""
-STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
-"""97.5 % quantiles, by the number of seeds."""
+HEAD, RATE, ITSELF = ", head in FP8", ", rate x 2", "bf16 against itself"
+POSITIVE = {f"tensorwise{HEAD}": 0.17, E5M2_WEIGHTS: None, f"{CONTROL}{RATE}": -3.7}
+"""Controls that a comparison has to find, with the size that three seeds of the same model showed, percent."""
 Condition = tuple[tuple[str, Any], ...]
 Cells = dict[Condition, dict[str, dict[int, float]]]
-"""Final held-out loss by condition, recipe and seed; infinite where a run diverged."""
+"""Final loss by condition, recipe and seed; infinite where a run diverged."""
 
 
-def losses(folder: Path, question: str) -> Cells:
-    """Return the final held-out losses of the finished runs of a question."""
+def losses(folder: Path, question: str, measure: str = "held_out") -> Cells:
+    """Return the final held-out losses, or the training losses, of the finished runs of a question."""
     found: Cells = defaultdict(lambda: defaultdict(dict))
-    runs = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{question}-*.json"))]
+    runs = _plan.finished(folder, question)
+    if question in SEEDS:
+        runs = [run for run in runs if run["spec"]["seed"] in whole_seeds(folder, question)]
     places = {(condition(run["spec"]), run["spec"]["seed"]): run["device"] for run in runs if is_control(run["spec"])}
     for run in runs:
         spec = run["spec"]
         # what another device computed than the control is not compared
         if places.get((condition(spec), spec["seed"]), run["device"]) == run["device"]:
-            loss = float("inf") if run["diverged_at"] else run["held_out"][-1]
-            found[condition(spec)][spec["recipe"]][spec["seed"]] = loss
+            value = run[measure] if measure == "training" else run["held_out"][-1]
+            found[condition(spec)][label(spec)][spec["seed"]] = float("inf") if run["diverged_at"] else value
     return found
+
+
+def whole_seeds(folder: Path, question: str) -> set[int]:
+    """Return the seeds of which all runs of the queue are finished, on one device."""
+    wanted = {Spec(**run["spec"]): run["device"] for run in _plan.finished(folder, question)}
+    plan: dict[int, list[Spec]] = defaultdict(list)
+    for spec in queue():
+        if spec.question == question:
+            plan[spec.seed].append(spec)
+    devices = {seed: {wanted.get(spec) for spec in specs} for seed, specs in plan.items()}
+    return {seed for seed, places in devices.items() if len(places) == 1 and None not in places}
 
 
 def is_control(spec: dict[str, Any]) -> bool:
     """Whether others are compared with this run."""
-    return spec["recipe"] == "bf16"
+    return label(spec) == CONTROL
 
 
 def condition(spec: dict[str, Any]) -> Condition:
     """Return what runs have in common that are compared with one another."""
-    return tuple((name, value) for name, value in spec.items() if name not in ("recipe", "seed"))
+    varied = {"recipe", "seed", "without", "twin"} | ({"head", "rate"} if spec["question"] in SEEDS else set())
+    return tuple((name, value) for name, value in spec.items() if name not in varied)
 
 
-def paired(recipes: dict[str, dict[int, float]], recipe: str, control: str = "bf16") -> list[int]:
-    """Return the seeds of a recipe whose control has ended well."""
-    others = recipes.get(control, {})
-    return sorted(seed for seed in recipes.get(recipe, {}) if others.get(seed, float("inf")) < float("inf"))
+def label(spec: dict[str, Any]) -> str:
+    """Return the name of a run among those of its condition."""
+    name = spec["recipe"] + (f", {spec['without']} in bf16" if spec["without"] else "")
+    if spec["question"] in SEEDS:
+        name += (HEAD if spec["head"] else "") + (f", rate x {spec['rate']:g}" if spec["rate"] != 1 else "")
+    return name + (f"{TWIN}{spec['twin']}" if spec["twin"] else "")
 
 
-def differences(recipes: dict[str, dict[int, float]], recipe: str, control: str = "bf16") -> list[float]:
-    """Return how far a recipe ends above its control in percent, a value for each of the seeds that both have."""
-    found, others = recipes.get(recipe, {}), recipes.get(control, {})
-    return [100 * (found[seed] / others[seed] - 1) for seed in paired(recipes, recipe, control)]
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A recipe of a comparison.
+
+    Attributes:
+        estimate: How far it ends above its control; None if it diverged.
+        seeds: Number of its seeds.
+        loss: Mean loss.
+        comparisons: Number of intervals of the comparison that hold at once.
+        needed: Seeds with which half of the interval is half of the bar, or None without a residual.
+    """
+
+    estimate: Estimate | None
+    seeds: int
+    loss: float
+    comparisons: int
+    needed: int | None
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """Both ends of the interval that holds for all recipes of the comparison at once."""
+        if self.estimate is None or not self.estimate.freedom:
+            return None
+        half = self.estimate.half(self.comparisons)
+        return self.estimate.mean - half, self.estimate.mean + half
 
 
-def interval(values: list[float]) -> float | None:
-    """Return half of the 95 % interval of the mean of differences; None with one seed."""
-    return STUDENT_T[len(values)] * stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+def compare(recipes: Mapping[str, dict[int, float]]) -> dict[str, Row]:
+    """Return every recipe beside bf16, means of recipes of a kind, and controls, of losses by recipe and seed."""
+    pooled = {name: of for name, of in recipes.items() if RATE not in name}
+    rows: dict[str, Row] = {}
+    if not any(value < float("inf") for value in recipes.get(CONTROL, {}).values()):
+        return rows
+
+    def add(name: str, fit: Fit, members: list[str], comparisons: int) -> None:
+        of = [value for member in members for value in recipes.get(member, {}).values()]
+        needed = fit.seeds_for(BAR / 2, comparisons) if fit.freedom and fit.residual else None
+        rows[name] = Row(fit.above(members), fit.seeds, fmean(of or [0.0]), comparisons, needed)
+
+    fit = Fit(pooled)
+    others = [name for name in fit.names if name != CONTROL]
+    for name in others:
+        add(name, fit, [name], len(others))
+        seeds = set(recipes[name]) & set(recipes[CONTROL])
+        row, of = rows[name], [recipes[name][seed] for seed in seeds]
+        rows[name] = Row(row.estimate, len(seeds), fmean(of), len(others), row.needed)
+    for name, of in pooled.items():
+        if float("inf") in of.values() and name != CONTROL:
+            rows[name] = Row(None, len(of), float("inf"), len(others), None)
+    for name, kind in {"FP8": RECIPES[1:], "compressed": [wire for wire in WIRES if wire.startswith(CONTROL)]}.items():
+        if len(members := [one for one in kind if one in fit.names]) > 1:
+            add(f"{name}, mean of {len(members)}", fit, members, 1)
+    # another rate, or another bit at the start, has a residual of its own
+    for name in (name for name in recipes if RATE in name):
+        add(name, Fit({**{n: of for n, of in recipes.items() if n.partition(TWIN)[0] == CONTROL}, name: recipes[name]}),
+            [name], 1)  # fmt: skip
+    twins = [of for name, of in recipes.items() if name.startswith(CONTROL + TWIN)]
+    if twins:
+        renamed = {f"{CONTROL}{TWIN if place else ''}{place or ''}": of for place, of in enumerate(twins)}
+        add(ITSELF, Fit(renamed | {ITSELF: recipes[CONTROL]}), [ITSELF], 1)
+        rows[ITSELF] = Row(rows[ITSELF].estimate, rows[ITSELF].seeds, fmean(recipes[CONTROL].values()), 1, None)
+    return rows
 
 
-def verdict(values: list[float]) -> str:
-    """Return what the interval carries, and nothing else."""
-    half = interval(values)
-    if half is None:
-        return "one seed: nothing"
-    low, high = fmean(values) - half, fmean(values) + half
+def verdict(row: Row, name: str = "") -> str:
+    """Return what the interval carries, and what would tell more."""
+    if row.limits is None or row.estimate is None:
+        return "diverged" if row.estimate is None else "one seed: nothing"
+    low, high = row.limits
+    if name in POSITIVE:
+        size = POSITIVE[name]
+        found = "found" if low > 0 or high < 0 else "not found"
+        chance = power(row.estimate.mean if size is None else size, row.estimate, row.comparisons)
+        of = "its own size" if size is None else f"{size:+g} %"
+        return f"positive control: {found}; power for {of}: {100 * chance:.0f} %"
+    if name == ITSELF:
+        return "negative control: " + ("0 is inside" if low <= 0 <= high else "0 is outside")
     if low > BAR:
         return f"above the bar of {BAR} %"
-    return f"within the bar of {BAR} %" if low >= -BAR and high <= BAR else f"does not tell: the bar is {BAR} %"
+    if low >= -BAR and high <= BAR:
+        return f"within the bar of {BAR} %"
+    return f"{low:+.2f} % to {high:+.2f} %; {row.needed:,} seeds make it ± {BAR / 2} %"
 
 
-def percent(values: list[float]) -> str:
-    """Return the mean of differences and its interval as text."""
-    if not values:
+def percent(row: Row | None) -> str:
+    """Return a difference and its own 95 % interval as text."""
+    if row is None:
         return "not run"
-    if max(values) == float("inf"):
+    if row.estimate is None:
         return "diverged"
-    half = interval(values)
-    return f"{fmean(values):+.2f} %" + (f" ± {half:.2f} %" if half is not None else "")
+    return f"{row.estimate.mean:+.2f} %" + (f" ± {row.estimate.half():.2f} %" if row.estimate.freedom else "")
 
 
-def compared(recipes: dict[str, dict[int, float]]) -> str:
-    """Return the table of the recipes of one condition, the largest differences first."""
-    found = {recipe: differences(recipes, recipe) for recipe in (*RECIPES[1:], *WIRES)}
-    order = sorted((recipe for recipe, values in found.items() if values), key=lambda one: -fmean(found[one]))
-    rows = [["recipe", "seeds", "held-out loss", "above bf16, 95 % interval", "each seed", "what the interval says"]]
-    for recipe in order:
-        values = found[recipe]
-        each = ", ".join(f"{value:+.2f} %" for value in values)
-        loss = f"{fmean(recipes[recipe][seed] for seed in paired(recipes, recipe)):.4f}"
-        rows.append([recipe, str(len(values)), loss, percent(values), each, verdict(values)])
-    control = recipes.get("bf16", {})
-    if control:
-        rows.append(["bf16", str(len(control)), f"{fmean(control.values()):.4f}", "the control", "-", "-"])
-    return table(rows)
+def at_most(row: Row) -> str:
+    """Return the upper end of the interval that holds for all recipes at once, as text."""
+    return "-" if row.limits is None else f"{row.limits[1]:+.2f} %"
 
 
-def on_wires(recipes: dict[str, dict[int, float]]) -> str:
-    """Return the table of layers whose gathers and gradients are codes, beside the same layers without."""
-    rows = [["layers, what travels as codes", "seeds", "above the same layers, 95 % interval", "each seed"]]
-    for wire in WIRES:
-        if values := differences(recipes, wire, wire.partition(", ")[0]):
-            each = ", ".join(f"{value:+.2f} %" for value in values)
-            rows.append([wire, str(len(values)), percent(values), each])
-    return table(rows)
+def compared(
+    recipes: Mapping[str, dict[int, float]],
+    training: Mapping[str, dict[int, float]] | None = None,
+) -> str:
+    """Return the table of the recipes of one comparison, the largest differences first."""
+    rows, others = compare(recipes), compare(training or {})
+    order = sorted(rows, key=lambda one: (one in POSITIVE or one == ITSELF, -_mean(rows[one])))
+    head = ["recipe", "seeds", "held-out loss", "above bf16, 95 % interval", "at most", "what the interval says"]
+    lines = [[*head, *(["training loss above bf16"] if training else [])]]
+    for name in order:
+        row = rows[name]
+        cells = [name, str(row.seeds), f"{row.loss:.4f}", percent(row), at_most(row), verdict(row, name)]
+        lines.append([*cells, *([percent(others.get(name))] if training else [])])
+    if control := recipes.get(CONTROL, {}):
+        cells = [CONTROL, str(len(control)), f"{fmean(control.values()):.4f}", "the control", "-", "-"]
+        lines.append([*cells, *(["-"] if training else [])])
+    return table(lines)
+
+
+def _mean(row: Row) -> float:
+    return row.estimate.mean if row.estimate else float("inf")
 
 
 def strength(one: Condition) -> str:
     """Return what a condition of the break runs changes, in words."""
     spec = dict(one)
-    usual = next(dict(condition_of(run)) for run in queue() if run.question == "breaks")
+    usual = next(dict(condition(asdict(run))) for run in queue() if run.question == "breaks")
     words: dict[str, Callable[[Any], str]] = {
         "rate": lambda value: f"rate x {value:g}",
         "outlier": lambda value: f"outlier 2^{value}",
@@ -126,60 +207,78 @@ def strength(one: Condition) -> str:
     return ", ".join(changed) or "unchanged"
 
 
-def condition_of(spec: Spec) -> Condition:
-    """Return the condition of a run of the queue."""
-    return condition({name: getattr(spec, name) for name in spec.__slots__})
-
-
-def break_rows(cells: Cells) -> dict[str, dict[str, list[float]]]:
-    """Return differences by perturbation and recipe, kinds of perturbation together and each kind by strength."""
-    wanted = {condition_of(spec): spec for spec in queue() if spec.question == "breaks"}
+def break_rows(cells: Cells) -> dict[str, dict[str, Row]]:
+    """Return comparisons by perturbation, kinds of perturbation together and each kind by strength."""
+    wanted = {condition(asdict(spec)): spec for spec in queue() if spec.question == "breaks"}
     order = sorted(
         wanted, key=lambda one: (wanted[one].layers, wanted[one].head, wanted[one].outlier, wanted[one].rate)
     )
-    return {strength(one): {r: differences(cells.get(one, {}), r) for r in RECIPES[1:]} for one in order}
+    return {strength(one): compare(cells.get(one, {})) for one in order}
 
 
-def is_broken(values: list[float]) -> bool:
-    """Whether the differences of a perturbation say that training suffers from the recipe under it.
-
-    That a run diverged says so; of a loss that ends higher the interval has to say it.
-    """
-    half = interval(values) if float("inf") not in values else None
-    return float("inf") in values or (half is not None and fmean(values) - half > BROKEN)
+def is_broken(row: Row) -> bool:
+    """Whether training suffers from a recipe: it diverged, or its own interval lies above `BROKEN`."""
+    estimate = row.estimate
+    return estimate is None or (estimate.freedom > 0 and estimate.mean - estimate.half() > BROKEN)
 
 
 def breaks(cells: Cells) -> str:
     """Return the table of perturbations against recipes; where training suffers, the cell is bold."""
     rows = [["perturbation", "bf16", *RECIPES[1:]]]
     by_words = {strength(one): recipes for one, recipes in cells.items()}
-    for words, recipes in break_rows(cells).items():
-        control = by_words.get(words, {}).get("bf16", {})
-        texts = [f"**{percent(v)}**" if is_broken(v) else percent(v) for v in recipes.values()]
+    for words, found in break_rows(cells).items():
+        control = by_words.get(words, {}).get(CONTROL, {})
+        texts = {name: f"**{percent(row)}**" if is_broken(row) else percent(row) for name, row in found.items()}
         if control:
             mean = fmean(control.values())
-            rows.append([words, f"{mean:.4f}" if mean < float("inf") else "diverged", *texts])
+            loss = f"{mean:.4f}" if mean < float("inf") else "diverged"
+            rows.append([words, loss, *(texts.get(name, "not run") for name in RECIPES[1:])])
     return table(rows)
 
 
-def by_architecture(cells: Cells) -> str:
-    """Return the table of architectures against recipes, and of architectures with some layers left in bf16."""
-    rows = [["architecture", "seeds", "bf16", *RECIPES[1:]]]
-    for one, recipes in cells.items():
-        spec = dict(one)
-        control = cells.get(condition(spec | {"without": ""}), {}).get("bf16", {})
-        if control:
-            left = f", {spec['without']} in bf16" if spec["without"] else ""
-            found = [percent(differences({**recipes, "bf16": control}, recipe)) for recipe in RECIPES[1:]]
-            rows.append([spec["model"] + left, str(len(control)), f"{fmean(control.values()):.4f}", *found])
-    return table(rows)
-
-
-def finished(folder: Path, question: str) -> str:
-    """Return how many of the runs of a question are finished, and which commits of the packages made them."""
-    wanted = {spec.name for spec in queue() if spec.question == question}
-    runs = [json.loads(path.read_text()) for path in folder.glob(f"{question}-*.json") if path.stem in wanted]
+def made_of(folder: Path, question: str) -> str:
+    """Return how many of the runs of a question are finished and missing, and which commits made them."""
+    wanted = {spec for spec in queue() if spec.question == question}
+    runs = [run for run in _plan.finished(folder, question) if Spec(**run["spec"]) in wanted]
     commits = sorted({commit for run in runs for commit in run["commits"]})
     places = sorted({f"PyTorch {run['torch']} on {run['device']}" for run in runs})
     made = f" Made by commit {', '.join(commits)}, {'; '.join(places)}." if runs else ""
-    return f"{len(runs)} of {len(wanted)} runs are finished.{made}"
+    text = f"{len(runs)} of {len(wanted)} runs are finished."
+    if question in SEEDS:
+        whole, missing = len(whole_seeds(folder, question)), len(wanted) - len(runs)
+        text += f" {missing} are missing: {whole} of {SEEDS[question]} seeds are whole, and only those are compared."
+    return text + made
+
+
+def comparisons(folder: Path) -> Iterator[tuple[str, dict[str, dict[int, float]], dict[str, dict[int, float]]]]:
+    """Yield what is compared: title, held-out losses, and training losses if they were kept."""
+    titles = {
+        "small": "0.4 M parameters, 400 steps, rate to 0, three controls",
+        "anneal": "0.4 M parameters, 1,200 steps in bf16, then 400 steps to rate 0 in each recipe",
+        "medium": "2.5 M parameters, 4,000 steps, rate to 0, three controls",
+        "large": "20 M parameters, 3,000 steps, rate to 0, three controls",
+        "recipes": "2.5 M parameters, 4,000 steps",
+        "larger": "20 M parameters, 3,000 steps",
+        "wires": "0.4 M parameters, 500 steps, compressed communication",
+    }
+    for question, title in titles.items():
+        training = losses(folder, question, "training") if question in SEEDS else {}
+        for one, recipes in losses(folder, question).items():
+            yield title, recipes, training.get(one, {})
+    for one, recipes in losses(folder, "breaks").items():
+        words = strength(one).replace("unchanged", "")
+        if words in ("", "head in FP8", "8 blocks"):
+            yield f"0.4 M parameters, 400 steps{words and ', '}{words}", recipes, {}
+    for one, recipes in losses(folder, "architectures").items():
+        yield f"{dict(one)['model']}, 200 steps", recipes, {}
+
+
+def bounds(folder: Path) -> str:
+    """Return one sentence for each recipe: what it costs at most, in each comparison."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for title, recipes, _ in comparisons(folder):
+        for name, row in compare(recipes).items():
+            if row.limits and name in (*RECIPES, *WIRES):
+                found[name].append(f"{row.limits[1]:.2f} % ({title}, {row.seeds} seeds)")
+    order = [name for name in (*RECIPES, *WIRES) if name in found]
+    return "\n".join(f"- **{name}** costs at most {'; '.join(found[name])}." for name in order)

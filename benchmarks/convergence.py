@@ -2,6 +2,7 @@
 
     python -m benchmarks.convergence --state FOLDER [--results FOLDER] [--minutes M] [PART OF A NAME ...]
     python -m benchmarks.convergence --list
+    python -m benchmarks.convergence --protocol MODULE:FUNCTION --state FOLDER   # a model of your own
 
 A process makes the runs of `queue()` that no other one makes, the most useful first: start as many as there are cores,
 on a GPU too. Stopped or killed, the same command goes on from the newest checkpoint in FOLDER, on a CPU bit for bit. A
@@ -32,7 +33,7 @@ from typing import Any
 import torch
 
 from benchmarks._models import Bfloat16Matmuls
-from benchmarks._plan import RESULTS, ROOT, TRUNK, Spec, is_finished, queue, record
+from benchmarks._plan import RATE, RESULTS, ROOT, TRUNK, Spec, is_finished, queue, record
 from benchmarks._training import Training
 from examples._report import Corpus, load_corpus
 
@@ -116,6 +117,13 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--list", action="store_true", help="print the queue, with a mark at what is finished")
     parser.add_argument("--spec", action="append", help="make this run, a JSON object, instead of the queue's")
+    own = parser.add_argument_group("a model of your own (docs/numerics/cost.md)")
+    own.add_argument("--protocol", metavar="MODULE:FUNCTION", help="of what is trained")
+    own.add_argument("--steps", type=int, default=1000, help="optimizer steps of a run (%(default)s)")
+    own.add_argument("--learning-rate", type=float, default=RATE, help="the highest of the schedule (%(default)s)")
+    own.add_argument("--recipes", default="tensorwise,rowwise", help="separated by commas (%(default)s)")
+    own.add_argument("--width", type=float, default=0.1, help="half of the interval to reach, percent (%(default)s)")
+    own.add_argument("--max-seeds", type=int, default=64, help="do not start runs beyond these (%(default)s)")
     options = parser.parse_args()
     runs = [Spec(**json.loads(one)) for one in options.spec or ()] or list(dict.fromkeys(queue()))
     runs = [spec for spec in runs if not options.parts or any(part in spec.name for part in options.parts)]
@@ -125,8 +133,16 @@ def main() -> int:
         return 0
     if options.state is None or options.state.resolve().is_relative_to(ROOT):
         parser.error("--state must be a folder outside of the repository: checkpoints are large")
+    if options.protocol and options.results == RESULTS:
+        options.results = options.state / "results"
     for folder in (options.state, options.results):
         folder.mkdir(parents=True, exist_ok=True)
+    if options.protocol:
+        from benchmarks import _protocol
+
+        if problem := _protocol.problem(options):
+            parser.error(problem)
+        return _protocol.measure(options, make)
     return make(missing, options)
 
 
@@ -141,6 +157,8 @@ def make(missing: list[Spec], options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     corpus, end, failed = load_corpus(), time.monotonic() + 60 * options.minutes, 0
     for spec in missing:
+        if not is_missing(spec, options):
+            continue
         with (options.state / f"{spec.name}.lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

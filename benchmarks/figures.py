@@ -22,42 +22,36 @@ from benchmarks._drawings import (
     above_control,
     by_package,
     draw_breaks,
-    draw_recipes,
+    draw_intervals,
     of_results,
     picture,
 )
-from benchmarks._runs import break_rows, breaks, by_architecture, compared, differences, finished, losses, on_wires
+from benchmarks._plan import SEEDS
+from benchmarks._runs import bounds, break_rows, breaks, compared, comparisons, losses, made_of
 from fp8_common.testing.certify import PROPERTIES, rows
 from fp8_common.testing.certify import table as table_of_answers
 
 PICTURES = ROOT / "docs/assets"
+QUESTIONS = (*SEEDS, "recipes", "larger", "wires", "breaks", "architectures")
 
 
 def of_runs(folder: Path, pictures: Path) -> str:
     """Return the tables as Markdown, and draw the pictures that they are shown with."""
-    parts: list[str] = []
-    titles = {"recipes": "2.5 million parameters, 4,000 steps", "larger": "20 million parameters, 3,000 steps"}
-    for question, title in titles.items():
-        parts += [f"### {title}", finished(folder, question)]
-        for recipes in losses(folder, question).values():
-            if any(differences(recipes, recipe) for recipe in recipes if recipe != "bf16"):
-                picture(question, (6.4, 3.6), partial(draw_recipes, recipes=recipes), pictures)
-                parts.append(
-                    f"![How far each recipe ends above bf16, with intervals](../assets/convergence/{question}.svg)"
-                )
-            parts.append(compared(recipes))
-    parts += ["### Layers beside themselves on another wire, small models, 500 steps", finished(folder, "wires")]
-    parts += [on_wires(recipes) for recipes in losses(folder, "wires").values()]
+    shown = list(comparisons(folder))
+    picture("intervals", (7.2, 15), partial(draw_intervals, shown=shown), pictures)
+    parts = ["![How far each recipe ends above bf16, with intervals](../assets/convergence/intervals.svg)"]
+    parts.append(bounds(folder))
+    parts += ["### Runs", "\n".join(f"- **{question}**: {made_of(folder, question)}" for question in QUESTIONS)]
+    for title, recipes, training in shown:
+        parts += [f"### {title}", compared(recipes, training)]
     cells = losses(folder, "breaks")
-    parts += ["### Where recipes break", finished(folder, "breaks")]
-    if any(values for recipes in break_rows(cells).values() for values in recipes.values()):
+    parts.append("### Where recipes break")
+    if any(found for found in break_rows(cells).values()):
         picture("breaks", (6.4, 4.4), partial(draw_breaks, rows=break_rows(cells)), pictures)
         parts.append(
             "![Perturbations against recipes: filled where training suffers](../assets/convergence/breaks.svg)"
         )
     parts.append(breaks(cells))
-    parts += ["### Three architectures", finished(folder, "architectures")]
-    parts.append(by_architecture(losses(folder, "architectures")))
     # a table of nothing but its head and the line below it says nothing
     return "\n\n".join(part for part in parts if not part.startswith("|") or part.count("\n") > 1) + "\n"
 

@@ -3,6 +3,7 @@
 import argparse
 import fcntl
 import functools
+import itertools
 import json
 import multiprocessing
 import re
@@ -11,13 +12,16 @@ import sys
 import time
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: tables come with their pictures")
 
-from benchmarks import _runs, convergence, figures
-from benchmarks.convergence import WIRES, Spec, queue
+from benchmarks import _plan, _runs, convergence, figures
+from benchmarks._intervals import Estimate, Fit, quantile, seeds_for
+from benchmarks._plan import ANNEAL, RECIPES, TO_ZERO, WIRES, Spec, controlled, finished, queue
+from benchmarks._training import learning_rate
 from tests.helpers.ranks import PRELOADED
 from tests.helpers.repository import ROOT
 
@@ -41,7 +45,11 @@ def train(monkeypatch):
         monkeypatch.setattr(sys, "argv", arguments(folder, *specs, **options))
         monkeypatch.setattr(convergence, "load_corpus", CORPUS)
         assert convergence.main() == 0
-        found = [json.loads(path.read_text()) for path in sorted((folder / "results").glob("*.json"))]
+        found = [
+            one
+            for path in sorted((folder / "results").glob("*.jsonl"))
+            for one in finished(folder / "results", path.stem)
+        ]
         return [{name: value for name, value in one.items() if name != "cpu_seconds"} for one in found]
 
     yield run
@@ -61,7 +69,7 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(train, tmp_path, capsys, monke
     child.kill()
     child.join()
     assert child.exitcode == -signal.SIGKILL
-    assert not list((tmp_path / "killed/results").iterdir())
+    assert not list((tmp_path / "killed/results").glob("*.jsonl"))
     (killed,) = train(tmp_path / "killed", spec, every=0)
     # had it begun anew, both runs would be equal for no reason
     assert 1 <= int(re.search(r"from step (\d+) of 6", capsys.readouterr().out)[1]) < 6
@@ -97,6 +105,68 @@ def test_a_wire_of_codes_changes_what_is_trained_and_little_of_it(train, tmp_pat
     assert max(losses) - min(losses) < 0.01 * min(losses)
 
 
+def test_branches_start_where_the_trunk_of_their_seed_ends_and_controls_move_apart(train, tmp_path):
+    small = {"dim": 128, "layers": 1, "rows": 2, "steps": 1, "schedule": ANNEAL, "trunk": 2}
+    specs = [Spec(question="anneal", recipe="bf16", seed=0, twin=twin, **small) for twin in range(2)]
+    specs += [Spec(question="anneal", recipe=recipe, seed=0, **small) for recipe in ("tensorwise_delayed", "rowwise")]
+    with pytest.raises(AssertionError, match="1 == 0"):
+        train(tmp_path, *specs)  # no trunk: nothing is made from other weights
+    assert not finished(tmp_path / "results", "anneal")
+    runs = train(tmp_path, specs[0].start, *specs)
+    (whole,) = train(tmp_path / "whole", Spec(**TINY, recipe="bf16", steps=2, schedule="trunk"))
+    losses = {_runs.label(run["spec"]): run["training"] for run in runs if run["spec"]["question"] == "anneal"}
+    assert len(set(losses.values())) == 4
+    assert max(losses.values()) - min(losses.values()) < 0.01 * min(losses.values())
+    assert next(run["training"] for run in runs if run["spec"]["question"] == "trunk") == whole["training"]
+
+
+def test_runs_of_another_schedule_are_not_mixed_in():
+    usual = {"question": "recipes", "recipe": "bf16", "seed": 0}
+    conditions = {_runs.condition(asdict(Spec(**usual, schedule=one))) for one in ("cosine", TO_ZERO)}
+    assert len(conditions) == 2
+
+
+def test_the_rate_of_a_protocol_run_ends_at_zero_linearly_over_the_last_fifth():
+    rates = [learning_rate(step, 400, TO_ZERO) for step in range(400)]
+    assert max(rates) == pytest.approx(1.5e-3, rel=0.02)
+    falls = [before - after for before, after in itertools.pairwise(rates[320:])]
+    assert falls == pytest.approx([rates[-1]] * 79)
+    assert rates[320] == pytest.approx(1.5e-4)
+
+
+PROGRAM = """
+import numpy as np, torch
+def windows(seed):
+    return (np.random.default_rng(seed).integers(0, 32, (4, 1)) + 3 * np.arange(17)) % 32
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(32, 32)
+        self.inner, self.head = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        return self.head(hidden + self.inner(hidden))
+def task(seed):
+    return Model(), lambda step: windows([seed, step]), [windows(9)]
+"""
+
+
+def test_a_model_of_the_user_is_measured_from_a_pilot(tmp_path, monkeypatch, capsys):
+    (tmp_path / "task_of_user.py").write_text(PROGRAM)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(convergence, "load_corpus", CORPUS)
+    command = ["--protocol", "task_of_user:task", "--state", str(tmp_path), "--steps", "10", "--recipes", "rowwise"]
+    command += ["--device", "cpu", "--width", "1e-6", "--max-seeds", "6"]
+    monkeypatch.setattr(sys, "argv", ["convergence", *command])
+    assert convergence.main() == 0
+    printed = capsys.readouterr().out
+    assert "That is more than --max-seeds 6." in printed
+    assert re.search(r"\| rowwise \| 6 \|", printed)
+    assert len(finished(tmp_path / "results", "protocol")) == 6 * 4
+    monkeypatch.setattr(convergence, "finish", lambda *_: pytest.fail("a finished run was made again"))
+    assert convergence.main() == 0
+
+
 def test_checkpoints_in_the_repository_are_refused(train, capsys):
     with pytest.raises(SystemExit, match="2"):
         train(ROOT / "somewhere")
@@ -112,12 +182,15 @@ SMALL = {"question": "breaks", "dim": 128, "layers": 2, "rows": 4, "steps": 400,
 MODEL = {"question": "architectures", "model": "Mamba2", "rows": 4, "steps": 200}
 SAID = {
     "runs and what made them are counted": "9 of 55 runs are finished. Made by commit c0ffee, PyTorch 2.13.0 on H100;",
-    "recipes are compared with bf16 of their own seed": "| rowwise | 3 | 2.0200 | +1.00 % ± 0.00 % | +1.00 %, +1.00 %,",
-    "one seed has no interval": "| blockwise | 1 | 2.0000 | +0.00 % | +0.00 % | one seed: nothing |",
-    "what suffers is marked by its interval, one seed only if it diverged": "| outlier 2^16 | 2.0000 | **+5.10 % ± "
-    "1.27 %** | not run | +5.00 % | not run | **diverged** | not run |",
-    "a model": "| Mamba2 | 1 | 2.0000 | +10.00 % | not run |",
-    "layers left in bf16 have the same control": "| Mamba2, in_proj in bf16 | 1 | 2.0000 | +1.00 % | not run |",
+    "missing runs are counted, and seeds that are not whole are not compared": "1 of 384 runs are finished. 383 are "
+    "missing: 0 of 32 seeds are whole",
+    "recipes are compared with bf16 of their own seed": "| rowwise | 3 | 2.0200 | +1.00 % ± 0.00 % | +1.00 % |",
+    "a recipe with one seed has the residual of all": "| blockwise | 1 | 2.0000 | +0.00 % ± 0.00 % | +0.00 % | within",
+    "what suffers is marked by its interval or because it diverged": "| outlier 2^16 | 2.0000 | **+4.97 % ± "
+    "1.21 %** | not run | **+4.93 % ± 1.60 %** | not run | **diverged** | not run |",
+    "one seed has no interval": "| tensorwise | 1 | 2.2000 | +9.53 % | - | one seed: nothing |",
+    "layers left in bf16 have the same control": "| tensorwise, in_proj in bf16 | 1 | 2.0200 | +1.00 % | - |",
+    "a recipe has a sentence with its bound": "- **rowwise** costs at most 1.00 % (2.5 M parameters, 4,000 steps,",
 }
 
 
@@ -131,7 +204,7 @@ def page(tmp_path_factory):
             spec = Spec(recipe=recipe, seed=seed, **fields)
             run = {"spec": asdict(spec), "held_out": [loss], "diverged_at": None if loss else 7, "commits": ["c0ffee"]}
             run |= {"torch": "2.13.0", "device": device}
-            (folder / f"{spec.name}.json").write_text(json.dumps(run))
+            _plan.record(folder, run)
 
     for seed, losses in enumerate(RECIPES_OF_SEEDS):
         write(losses, seed, question="recipes")
@@ -140,6 +213,7 @@ def page(tmp_path_factory):
     write({"bf16": 2.0, "tensorwise": 2.104}, 1, **SMALL)
     write({"bf16": 2.0, "tensorwise": 2.2}, **MODEL)
     write({"tensorwise": 2.02}, without="in_proj", **MODEL)
+    write({"bf16": 2.0}, question="small", **_plan.TINY, schedule=TO_ZERO)
     return figures.of_runs(folder, folder), folder
 
 
@@ -153,25 +227,95 @@ def test_tables_compare_nothing_with_a_control_of_another_device_or_one_that_is_
     assert "| tensorwise | 1 |" not in text
     assert "| mxfp8 | 1 |" not in text
     assert text.index("| rowwise |") < text.index("| blockwise |"), "the worst first"
-    assert all((folder / f"{name}.svg").read_text().startswith("<?xml") for name in ("recipes", "breaks"))
+    assert all((folder / f"{name}.svg").read_text().startswith("<?xml") for name in ("intervals", "breaks"))
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("mean", "error", "said"),
     [
-        ([0.30, 0.31, 0.32], "above the bar of 0.25 %"),
-        ([0.01, 0.02, 0.03], "within the bar of 0.25 %"),
-        ([0.0, 0.1, 0.3], "does not tell: the bar is 0.25 %"),
-        ([-0.4, -0.1, 0.1], "does not tell: the bar is 0.25 %"),
+        (0.31, 0.01, "above the bar of 0.25 %"),
+        (0.02, 0.01, "within the bar of 0.25 %"),
+        (0.1, 0.1, "-0.10 % to +0.30 %; 40 seeds make it ± 0.125 %"),
+        (-0.2, 0.1, "-0.40 % to -0.00 %; 40 seeds make it ± 0.125 %"),
     ],
 )
-def test_only_what_the_interval_carries_is_said(values, said):
-    assert _runs.verdict(values) == said
+def test_only_what_the_interval_carries_is_said(mean, error, said):
+    assert _runs.verdict(_runs.Row(Estimate(mean, error, 10**6), 5, 1.0, 1, 40)) == said
+
+
+@pytest.mark.parametrize(
+    ("recipes", "seeds", "controls", "residual", "of_seeds"),
+    # 2.5 M parameters; small models; the plan of three controls
+    [(11, 5, 1, 0.416, 0.48), (7, 3, 1, 0.080, 0.41), (9, 32, 3, 0.080, 0.41)],
+)
+def test_intervals_cover_a_known_difference(recipes, seeds, controls, residual, of_seeds):
+    """In 95 % of 2,000 repetitions one interval does, and in as many or slightly more all of a comparison at once."""
+    generator, names = np.random.default_rng(7), [f"recipe {number}" for number in range(1, recipes)]
+    effects = generator.normal(0, 0.3, recipes - 1)
+    covered, together = [], 0
+    for _ in range(2000):
+        level = generator.normal(5, of_seeds, seeds)
+        runs = {f"bf16{f', twin {one}' if one else ''}": level for one in range(controls)}
+        runs |= {name: level + effect for name, effect in zip(names, effects, strict=True)}
+        fit = Fit({
+            name: dict(enumerate(np.exp((mean + generator.normal(0, residual, seeds)) / 100)))
+            for name, mean in runs.items()
+        })  # fmt: skip
+        estimates = [fit.above([name]) for name in names]
+        off = np.abs([one.mean for one in estimates] - effects)
+        covered.append(np.mean(off <= [one.half() for one in estimates]))
+        together += all(off <= [one.half(len(names)) for one in estimates])
+    assert 0.93 <= np.mean(covered) <= 0.97
+    assert 0.93 <= together / 2000 <= 0.985
+
+
+def test_an_interval_of_two_recipes_is_the_paired_one():
+    bf16, other = {0: 2.0, 1: 3.0, 2: 1.5}, {0: 2.02, 1: 3.0, 2: 1.53}
+    differences = [100 * np.log(other[seed] / bf16[seed]) for seed in bf16]
+    estimate = Fit({"bf16": bf16, "rowwise": other}).above(["rowwise"])
+    assert estimate.mean == pytest.approx(np.mean(differences))
+    assert estimate.half() == pytest.approx(4.303 * np.std(differences, ddof=1) / 3**0.5, rel=1e-3)
+
+
+def test_seeds_for_a_width_are_the_fewest():
+    found = seeds_for(0.1, 0.416, recipes=5, controls=3, comparisons=4)
+
+    def half(n):
+        return quantile(4 * (n - 1), 4) * 0.416 * (4 / 3 / n) ** 0.5
+
+    assert half(found) <= 0.1 < half(found - 1)
+
+
+def test_positive_controls_say_whether_they_are_found_and_with_which_power():
+    row = _runs.Row(Estimate(0.17, 0.02, 200), 32, 2.0, 8, 2)
+    assert _runs.verdict(row, "tensorwise, head in FP8") == "positive control: found; power for +0.17 %: 100 %"
+    row = _runs.Row(Estimate(0.05, 0.085, 200), 2, 2.0, 1, 9)
+    assert _runs.verdict(row, "tensorwise, head in FP8") == "positive control: not found; power for +0.17 %: 51 %"
+
+
+def test_whole_seeds_are_compared_with_controls(tmp_path):
+    generator = np.random.default_rng(3)
+    for seed in range(3):
+        for spec in controlled("small", seed, **_plan.TINY, schedule=TO_ZERO):
+            if seed == 2 and spec.recipe == "mxfp8":
+                continue
+            loss = (2 + seed / 10) * np.exp(generator.normal(0, 1e-4) - 0.037 * (spec.rate == 2))
+            run = {"spec": asdict(spec), "held_out": [loss], "training": loss, "diverged_at": None, "commits": []}
+            _plan.record(tmp_path, run | {"torch": "2", "device": "cpu"})
+    assert _runs.whole_seeds(tmp_path, "small") == {0, 1}
+    ((_, recipes, training),) = _runs.comparisons(tmp_path)
+    rows = _runs.compare(recipes)
+    assert {*RECIPES[1:], "bf16 against itself", *_runs.POSITIVE} <= set(rows)
+    assert rows["bf16, rate x 2"].estimate.mean == pytest.approx(-3.7, abs=0.1)
+    assert rows["rowwise"].estimate.freedom == 8, "another rate has a residual of its own"
+    assert "2 of 32 seeds are whole" in _runs.made_of(tmp_path, "small")
+    assert "positive control: found" in _runs.compared(recipes, training)
 
 
 def test_the_committed_tables_are_those_of_the_committed_runs(tmp_path):
-    for path in figures.RESULTS.glob("convergence/*.json"):
-        assert Spec(**json.loads(path.read_text())["spec"]).name == path.stem, "a run is made once"
+    for path in figures.RESULTS.glob("convergence/*.jsonl"):
+        runs = [Spec(**run["spec"]) for run in finished(path.parent, path.stem)]
+        assert len(set(runs)) == len(runs), "a run is made once"
     assert len({spec.name for spec in queue()}) == len(set(queue())), "every run has files of its own"
     tables = {"convergence": lambda: figures.of_runs(figures.RESULTS / "convergence", tmp_path), **figures.TABLES}
     for name, made in tables.items():
