@@ -60,7 +60,7 @@ class Training:
                 recipe, formats = config.recipe, {"weight": "e5m2", "grad_output": "e4m3"}
                 casts = {name: dataclasses.replace(getattr(recipe, name), format=to) for name, to in formats.items()}
                 config = dataclasses.replace(config, recipe=dataclasses.replace(recipe, **casts))
-            convert_to_float8_training(self.model, config=config, module_filter_fn=self._chosen, heads=True)
+            convert_to_float8_training(self.model, config=config, module_filter_fn=self._chosen, heads=spec.head)
         self.compressed = [
             parameter for name, parameter in self.model.named_parameters() if self.wire == ALL or "blocks" in name
         ]
