@@ -40,7 +40,7 @@ def jax_step(meta, x, w, dy):
     """Return the next state after a step with a given output gradient, and the gradients of x and w."""
 
     def loss(variables):
-        scaling = {"meta": owg.read(variables["meta"].value), "scaling": SCALING}
+        scaling = {"meta": owg.unshare(variables["meta"].value), "scaling": SCALING}
         operands, dimensions = (variables["x"], variables["w"]), (((1,), (0,)), ((), ()))
         return jnp.sum(owg.fp8_dot_general(*operands, dimensions, preferred_element_type=jnp.float32, **scaling) * dy)
 

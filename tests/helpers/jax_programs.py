@@ -173,7 +173,7 @@ class Sharded:
 
     def trace(self, h, state):
         mesh = jax.make_mesh((2,), ("rows",), (AxisType.Auto,), devices=jax.devices("cpu")[:2])
-        used = owg.read(only(state, names(self)))
+        used = owg.unshare(only(state, names(self)))
 
         def body(h, used):
             return self.parts[0].trace(h, owg.replicated(used, "rows"))

@@ -37,7 +37,7 @@ def on_devices(local, *shape, into="a", out="a", state=None, check_vma=True, xs=
             out_specs=P(out) if out else P(),
             check_vma=check_vma,
         )
-        return inside(xs, owg.read(meta)).sum()
+        return inside(xs, owg.unshare(meta)).sum()
 
     return loss
 

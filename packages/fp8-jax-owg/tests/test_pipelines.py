@@ -120,7 +120,7 @@ def sequential(pipe, rounds, variables, x):
     def one(variables, h):
         # every layer is used once, so a loop over them combines nothing
         lead = 2 if rounds > 1 else 1
-        layers = T(lambda a: a.reshape(-1, *a.shape[lead:]), owg.read(pipe.body(variables)))
+        layers = T(lambda a: a.reshape(-1, *a.shape[lead:]), owg.unshare(pipe.body(variables)))
         return loss_of(jax.lax.scan(lambda h, stage: (pipe.stage(stage, h), None), h, layers)[0])
 
     step = owg.value_and_grad(one, has_aux=True)

@@ -77,7 +77,7 @@ def test_plain_gradients_combine_what_is_shared(how):
 
 ADDED = {
     "not shared": lambda m: loop_on_each(XS, m).sum(),
-    "shared in the loop": lambda m: scan(None, XS, lambda c, x, _: total(c, x, owg.read(owg.share(m)))),
+    "shared in the loop": lambda m: scan(None, XS, lambda c, x, _: total(c, x, owg.unshare(owg.share(m)))),
 }
 
 
@@ -141,7 +141,9 @@ def test_an_error_of_the_loss_comes_through_and_says_what_state_is_not_for():
         assert len(calls) == 1 + state, "what moves state might have failed"
 
 
-@pytest.mark.parametrize("function", [owg.share, owg.read, lambda x: owg.gate(x, True), owg.grad(lambda x: 0.0)])
+@pytest.mark.parametrize(
+    "function", [owg.share, owg.read, owg.unshare, lambda x: owg.gate(x, True), owg.grad(lambda x: 0.0)]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
 def test_state_of_other_dtypes_is_refused_with_the_remedy(function, dtype):
     with pytest.raises(Fp8Error, match=rf"must be float32, got {dtype}.*cast_params"):

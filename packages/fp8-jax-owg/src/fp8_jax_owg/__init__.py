@@ -15,7 +15,7 @@ from fp8_jax_owg.dots.ragged import fp8_ragged_dot
 from fp8_jax_owg.gradients import grad, value_and_grad
 from fp8_jax_owg.reports import report
 from fp8_jax_owg.scaling import CurrentScaling, DelayedScaling
-from fp8_jax_owg.state.cotangents import fm32, fp32_max_grad, read
+from fp8_jax_owg.state.cotangents import fm32, fp32_max_grad
 from fp8_jax_owg.state.live import UnsharedStateWarning
 from fp8_jax_owg.state.pairs import (
     Overwrite,
@@ -28,7 +28,7 @@ from fp8_jax_owg.state.pairs import (
     split,
     unmark,
 )
-from fp8_jax_owg.state.share import gate, replicated, share
+from fp8_jax_owg.state.share import gate, read, replicated, share, unshare
 from fp8_jax_owg.step import (
     accumulate,
     all_finite,
@@ -91,6 +91,7 @@ __all__ = [
     "share",
     "split",
     "unmark",
+    "unshare",
     "value_and_grad",
     "where_step_valid",
 ]

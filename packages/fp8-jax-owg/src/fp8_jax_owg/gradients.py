@@ -16,18 +16,22 @@ from jax.custom_batching import custom_vmap
 
 from fp8_common import Fp8Error
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.cotangents import check_float32, first_order_only, is_shared, share_leaf
-from fp8_jax_owg.state.live import Live, in_gradient, is_at_rest, is_live, make_live
-from fp8_jax_owg.state.moves import arrays_alone, combining, plain
+from fp8_jax_owg.state.cotangents import (
+    COMPUTES_WITH_STATE,
+    check_float32,
+    first_order_only,
+    fp8_state,
+    fp32_max_grad,
+    is_shared,
+    is_state,
+    share_leaf,
+    unshare_leaf,
+)
+from fp8_jax_owg.state.live import in_gradient, is_at_rest, make_live, stored_scale
+from fp8_jax_owg.state.moves import arrays_alone, combining
 from fp8_jax_owg.state.pairs import find_pairs, owg_flags, take
 
 _log = logging.getLogger(__name__)
-
-COMPUTES_WITH_STATE = (
-    "If this is about fp32_max_grad, the loss computes with FP8 state, of which there is no gradient: the state's "
-    "gradient is what layers observe. Take penalties and norms of parameters alone: fp8_jax_owg.split(variables)[0]."
-)
-"""What is said beside an error of JAX in a loss with state."""
 
 
 def value_and_grad(
@@ -71,8 +75,11 @@ def value_and_grad(
             return attempt(moves=True)
         except Fp8Error:
             raise
-        except Exception:
-            failed.add_note(COMPUTES_WITH_STATE)
+        except Exception as again:
+            # the second is what JAX says of an eager array
+            if any(word in str(one) for one in (failed, again) for word in (repr(fp8_state), "abstract method")):
+                raise Fp8Error(COMPUTES_WITH_STATE) from failed
+            failed.add_note(f"If this is about FP8 state: {COMPUTES_WITH_STATE}")
             raise failed from None
 
     return run
@@ -121,27 +128,25 @@ def _differentiate(
     constants = {place.history: leaves[place.history] for place in found}
     shared = [i for i in state if i not in constants]
     entered = [None if i in constants else leaf for i, leaf in enumerate(leaves)]
-    for place, live in zip(found, make_live(pairs), strict=True):
-        entered[place.scale] = live
+    for place, leaf in zip(found, make_live(pairs), strict=True):
+        entered[place.scale] = leaf
+    live = {place.scale for place in found}
 
-    def with_state(values: list[Any], share: Callable[[Any], Any]) -> Any:
+    def with_state(values: list[Any]) -> Any:
         whole = [constants.get(i, value) for i, value in enumerate(values)]
         for i in shared:
-            whole[i] = share(whole[i])
+            whole[i] = share_leaf(whole[i], fp8_state if i in live else fp32_max_grad)
         given = list(args)
         for number, tree in zip(numbers, structure.unflatten(whole), strict=True):
             given[number] = tree
         out = fun(*given, **kwargs)
         return (out[0], _at_rest(out[1])) if has_aux else out
 
-    loss = functools.partial(with_state, share=share_leaf)
-    if moves:
-        is_state = [i in shared for i, leaf in enumerate(entered) if leaf is not None]
-        loss = combining(functools.partial(with_state, share=lambda x: x), is_state)
+    loss = combining(with_state) if moves else with_state
 
     def both(values: list[Any]) -> tuple[Any, list[Any]]:
         value, gradients = jax.value_and_grad(loss, has_aux=has_aux)(values)
-        for i in set(shared) - {place.scale for place in found}:
+        for i in set(shared) - live:
             gradients[i] = cotangents.zero_where_nothing(gradients[i])
         seen = in_gradient(pairs, [gradients[place.scale] for place in found])
         for place, pair in zip(found, seen, strict=True):
@@ -159,13 +164,12 @@ def _differentiate(
 
 
 def _at_rest(aux: Any) -> Any:
-    """Return what a loss returns beside its value with shared leaves read, and live leaves as the scales at rest."""
+    """Return what a loss returns beside its value with shared leaves as float32, and live leaves as stored scales."""
     leaves, structure = jax.tree.flatten(aux)
-    narrow = {place.scale for place in find_pairs(aux) if is_live(take(leaves, place))}
-    if not narrow and not any(map(is_shared, leaves)):
+    if not any(map(is_shared, leaves)):
         return aux  # what holds none is handed on as the same object
-    values = map(plain, leaves)
-    return structure.unflatten([x[..., Live.STORED, None] if i in narrow else x for i, x in enumerate(values)])
+    values = [stored_scale(x)[..., None] if is_state(x) else unshare_leaf(x) if is_shared(x) else x for x in leaves]
+    return structure.unflatten(values)
 
 
 def _adopt_mapping(state: list[Any], others: Any) -> list[Any]:

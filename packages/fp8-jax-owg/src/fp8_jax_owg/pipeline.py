@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_jax_owg.dots.product import refuse_explicit_axes
-from fp8_jax_owg.state.cotangents import is_shared, read, share_leaf
+from fp8_jax_owg.state.cotangents import is_shared, share_leaf
 from fp8_jax_owg.state.pairs import owg_flags
-from fp8_jax_owg.state.share import gate, share
+from fp8_jax_owg.state.share import gate, share, unshare
 
 BUBBLE = 0.0
 """What stages without work compute on."""
@@ -122,7 +122,7 @@ def pipeline(
     named = structure.unflatten([leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)])
     state = jax.tree.leaves(share(named))
     parameters = [leaf for leaf, flag in zip(leaves, flags, strict=True) if not flag]
-    run = _vmapped_stage(stage, structure, flags, list(map(is_shared, state)), options)
+    run = _vmapped_stage(stage, structure, flags, [is_shared(x) and x.dtype for x in state], options)
 
     def iteration(carry: tuple[Any, Any], time: jax.Array) -> tuple[tuple[Any, Any], Any]:
         activations, stored = carry
@@ -131,7 +131,7 @@ def pipeline(
         activations = jax.tree.map(lambda h, first: h.at[0].set(first), activations, _first(x, stored, time, schedule))
         activations = jax.tree.map(functools.partial(_fill, valid=valid), activations)
         chosen = (
-            [_choose(leaf, rounds, schedule) for leaf in read(state)],
+            [_choose(leaf, rounds, schedule) for leaf in unshare(state)],
             [_choose(p, rounds, schedule) for p in parameters],
         )
         out = run(*chosen, _constrain(activations, options.stage_axis), valid, _keys(key, items))
@@ -166,11 +166,11 @@ def refuse_changes(before: set[int], after: Any) -> None:
 
 
 def _vmapped_stage(
-    stage: Stage, structure: Any, flags: list[bool], shared: list[bool], options: PipelineOptions
+    stage: Stage, structure: Any, flags: list[bool], shared: list[Any], options: PipelineOptions
 ) -> Callable[..., Any]:
     def one(state: list[Any], parameters: list[Any], h: Any, valid: jax.Array, key: jax.Array | None) -> Any:
         # shared again in each stage, which may use a state more than once
-        own = [share_leaf(gate(x, valid)) if flag else x for x, flag in zip(state, shared, strict=True)]
+        own = [share_leaf(gate(x, valid), dtype) if dtype else x for x, dtype in zip(state, shared, strict=True)]
         values = iter(own), iter([_gate_parameter(p, valid) for p in parameters])
         return stage(structure.unflatten([next(values[not flag]) for flag in flags]), h, key)
 

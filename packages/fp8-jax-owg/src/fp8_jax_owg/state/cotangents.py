@@ -1,9 +1,15 @@
 """Observed amax and scales as cotangents: how they are encoded, how those of several uses meet, and the dtype for it.
 
-Inside of a loss state has the dtype `fp32_max_grad`: float32 whose cotangents are combined by MAX, with -inf as their
-zero. It is an extended dtype of JAX: for XLA it is float32, autodiff asks it how to add. It never leaves a traced
-function: `fp8_jax_owg.share` makes it and `read` turns it back. JAX documents neither how to define such a dtype nor
-how eager gradients of one are added, so this file uses private names of JAX. No other file of this package does.
+Inside of a loss state has an extended dtype of JAX, which autodiff asks how to add: cotangents are combined by MAX.
+
+- `fp32_max_grad` is float32 for XLA, with -inf as the zero of its cotangents: overwritten values of the user.
+- `fp8_state` is the live leaf of a pair: one element holds everything that a matmul reads, as int32 [7], so that the
+  leaf keeps the shape [..., 1] of the scale that it replaces. JAX moves such arrays, and raises where a loss computes
+  with them. The elements are int32 because a cast to float32 would be legal for a dtype that is float32.
+
+Neither leaves a traced function: `fp8_jax_owg.share` makes them, `unshare` returns float32. JAX documents neither how
+to define such a dtype nor how eager gradients of one are added, so this file uses private names of JAX. No other file
+of this package does.
 
 Outside of the dtype autodiff makes zeros wherever a parameter was not used: for a branch that was not taken, for a
 layer that was skipped. An observed amax of zero must differ from that, and must survive `+ 0`. So of float32
@@ -24,6 +30,7 @@ Matmuls have first derivatives only, and say so in one sentence: see `first_orde
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -37,7 +44,7 @@ from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_common.jax.arrays import SIGN_MASK, flipped, float_key, from_bits, to_bits, varying_axes
 
 try:
-    from jax._src import ad_util, core, dtypes, earray
+    from jax._src import ad_util, core, dtypes, earray, sharding_impls
     from jax._src.interpreters import pxla
 except ImportError as error:
     raise ImportError(
@@ -46,6 +53,12 @@ except ImportError as error:
     ) from error
 
 
+COMPUTES_WITH_STATE = (
+    "The loss computes with FP8 state, which has no gradient: its gradient is what layers observe. Apply noise, "
+    "clipping, casts, norms and penalties to parameters alone: to fp8_jax_owg.split(variables)[0], to leaves whose "
+    "dtype is floating (jnp.issubdtype(x.dtype, jnp.floating)), or with fp8_jax_owg.cast_params. Select the state of "
+    'a layer by state[i] or jnp.take(..., mode="clip"), and log it with fp8_jax_owg.read.'
+)
 NOT_OBSERVED = np.float32(-np.inf)
 NOT_OBSERVED_BITS = int(NOT_OBSERVED.view(np.int32))
 INFINITY_KEY, SMALLEST_NORMAL_KEY = np.int32(0x7F800000), np.int32(0x00800000)
@@ -139,7 +152,7 @@ class MaxGradRules:
     @staticmethod
     def physical_element_aval(dtype: Any) -> Any:
         """What one element is for XLA."""
-        return core.ShapedArray((), dtype.float_dtype)
+        return core.ShapedArray(dtype.element, dtype.representation)
 
     @staticmethod
     def tangent_dtype(dtype: Any) -> Any:
@@ -149,47 +162,53 @@ class MaxGradRules:
     @staticmethod
     def add(dtype: Any, x: Any, y: Any) -> Any:
         """How autodiff combines two cotangents."""
-        # The conversion is free: for XLA both dtypes are float32.
         # Called for `add_any`, the primitive by which autodiff joins the cotangents of several uses, iterations of a
-        # loop among them. They are decoded here (`share_leaf`): encoded, a zero would be above every
-        # subnormal.
-        plain = (lax.convert_element_type(one, dtype.float_dtype) for one in (x, y))
-        return lax.convert_element_type(maximum(*plain), dtype)
+        # loop among them. They are decoded here (`share_leaf`): encoded, a zero would be above every subnormal.
+        return from_values(maximum(values_of(x), values_of(y)), dtype)
 
     @staticmethod
     def zero(dtype: Any) -> Any:
-        """The cotangent of what was not used: -inf."""
-        return lax.convert_element_type(NOT_OBSERVED, dtype)
+        """The cotangent of what was not used, and the least of all."""
+        return MaxGradRules.full((), 0, dtype)
 
     @staticmethod
     def full(shape: tuple[int, ...], value: Any, dtype: Any) -> Any:
         """An array of one value; of zeros, one of "not used"."""
-        # JAX asks for zeros where it fills up a cotangent, around a slice that was used for example. As values of a
-        # state both mean the same: nothing was observed.
-        if isinstance(value, int | float | np.number) and value == 0:
-            value = NOT_OBSERVED
-        plain = lax.full(shape, lax.convert_element_type(value, dtype.float_dtype), dtype.float_dtype)
-        return lax.convert_element_type(plain, dtype)
+        # JAX asks for zeros where it fills up a cotangent, around a slice that was used for example.
+        is_zero = isinstance(value, int | float | np.number) and value == 0
+        if not dtype.element:
+            filled = lax.full(shape, NOT_OBSERVED if is_zero else lax.convert_element_type(value, np.float32))
+            return lax.convert_element_type(filled, dtype)
+        if not is_zero:
+            raise Fp8Error(COMPUTES_WITH_STATE)
+        # All bits set sort below -inf, so as a cotangent nothing is observed. As a value, which a loss may have made by
+        # `zeros_like`, it is NaN, and so are the results of a matmul that reads it.
+        return lax.convert_element_type(lax.full((*shape, *dtype.element), -1, dtype.representation), dtype)
 
     @staticmethod
     def global_sharded_result_handler(aval: Any, sharding: Any, committed: bool) -> Callable[[Any], Any]:
         """How results of compiled functions become arrays."""
         # Needed although the dtype stays inside of traced functions: outside of jit each primitive is a compiled
-        # function of its own, and returns arrays of this dtype. The layout is that of float32.
-        physical = core.physical_aval(aval)
-        handler = pxla.global_result_handlers[core.ShapedArray](physical, sharding, committed)
+        # function of its own, and returns arrays of this dtype. The layout is that of the representation.
+        physical, placed = core.physical_aval(aval), sharding_impls.physical_sharding(aval, sharding)
+        handler = pxla.global_result_handlers[core.ShapedArray](physical, placed, committed)
         return handler.wrap(lambda array: earray.EArray(aval, array))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MaxGradDType(dtypes.ExtendedDType):
-    """The dtype object; `fp32_max_grad` is the only instance that is used.
+    """The dtype object; its instances are `fp32_max_grad` and `fp8_state`.
 
-    It equals the dtypes of flax and praxis (`fm32`), which combine cotangents by MAX as well: their layers compare
-    dtypes to find out that a state is shared, and ours take what their loops have shared.
+    Both equal the dtypes of flax and praxis (`fm32`), which combine cotangents by MAX as well: their layers compare
+    dtypes to find out that a state is shared, and ours take what their loops have shared. They do not equal each other.
+
+    Attributes:
+        float_dtype: float32.
+        element: The shape of one element for XLA.
     """
 
     float_dtype: Any
+    element: tuple[int, ...] = ()
     # JAX reads both under these names. `type` hides the builtin for the rest of the class body only.
     _rules: type = MaxGradRules
     type: type = max_grad
@@ -198,22 +217,48 @@ class MaxGradDType(dtypes.ExtendedDType):
         # no other extended dtype wraps a float dtype
         # From the other side too: the `__eq__` of flax's dataclass returns NotImplemented for another class, and Python
         # then asks this one.
-        return hasattr(other, "_rules") and getattr(other, "float_dtype", None) == self.float_dtype
+        same = hasattr(other, "_rules") and getattr(other, "float_dtype", None) == self.float_dtype
+        return same and getattr(other, "element", self.element) == self.element
 
     def __hash__(self) -> int:
         # The hash of flax's dtype is another one: sets and dictionaries keep the two apart, only `==` does not.
-        return hash((max_grad, "float32"))
+        return hash((max_grad, "float32", self.element))
 
     def __repr__(self) -> str:
-        return "fp32_max_grad"
+        return "fp8_state" if self.element else "fp32_max_grad"
 
     name = property(__repr__)
+
+    @property
+    def representation(self) -> Any:
+        """The dtype of an element for XLA."""
+        return jnp.dtype("int32") if self.element else self.float_dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 4 * int(np.prod(self.element, dtype=int))
 
 
 fp32_max_grad = MaxGradDType(jnp.dtype("float32"))
 """float32 whose cotangents are combined by MAX; "not used" is -inf."""
 fm32 = fp32_max_grad
 """The short name that flax and praxis use."""
+fp8_state = MaxGradDType(jnp.dtype("float32"), (7,))
+"""Live leaves, see `fp8_jax_owg.state.live`."""
+
+
+def values_of(x: jax.Array) -> jax.Array:
+    """Return an array [...] of a shared dtype as float32 [..., *element]; no derivative."""
+    dtype: Any = x.dtype
+    if getattr(dtype, "element", ()):
+        return from_bits(lax.convert_element_type(x, dtype.representation))
+    return lax.convert_element_type(x, np.float32)
+
+
+def from_values(values: jax.Array, dtype: Any) -> jax.Array:
+    """Undo `values_of`."""
+    return lax.convert_element_type(to_bits(values) if getattr(dtype, "element", ()) else values, dtype)
 
 
 def _add_eagerly(x: Any, y: Any) -> Any:
@@ -227,36 +272,37 @@ def _add_eagerly(x: Any, y: Any) -> Any:
 ad_util.raw_jaxval_adders.setdefault(earray.EArray, _add_eagerly)
 
 
+def is_state(x: Any) -> bool:
+    """Whether `x` is an array of `fp8_state`."""
+    dtype = getattr(x, "dtype", None)
+    return isinstance(dtype, MaxGradDType) and dtype.element != ()
+
+
 def is_shared(x: Any) -> bool:
-    """Whether `x` is an array of `fp32_max_grad`."""
-    return getattr(x, "dtype", None) == fp32_max_grad
+    """Whether `x` is an array of `fp8_state` or `fp32_max_grad`."""
+    dtype = getattr(x, "dtype", None)
+    return isinstance(dtype, dtypes.ExtendedDType) and dtype in (fp32_max_grad, fp8_state)
 
 
-# ---------------------------------------------------------------- into the dtype and back
+# ---------------------------------------------------------------- into the dtypes and back
 
 
-def share_leaf(x: Any) -> jax.Array:
-    """Return a float32 array as `fp32_max_grad`; a shared one as it is.
+def share_leaf(x: Any, dtype: Any = fp32_max_grad) -> jax.Array:
+    """Return a float32 array as a shared dtype, [..., 7] as [..., 1] of `fp8_state`; a shared one as it is.
 
     Raises:
         Fp8Error: It is neither.
     """
-    return x if is_shared(x) else _share(check_float32(x))
+    return x if is_shared(x) else _share(dtype, check_float32(x))
 
 
-def read(tree: Any) -> Any:
-    """Return shared values as float32, each for a single use; float32 leaves stay.
-
-    For what takes no arrays of the shared dtype, such as `shard_map`. Layers read for themselves. What is read once and
-    used twice makes the next state NaN.
-
-    Args:
-        tree: From `fp8_jax_owg.share`.
+def unshare_leaf(x: Any) -> jax.Array:
+    """Undo `share_leaf`; float32 stays.
 
     Raises:
-        Fp8Error: A leaf is neither float32 nor shared.
+        Fp8Error: It is neither.
     """
-    return jax.tree.map(lambda x: _read(x) if is_shared(x) else check_float32(x), tree)
+    return _unshare(x.dtype, x) if is_shared(x) else check_float32(x)
 
 
 def check_float32(x: Any) -> Any:
@@ -275,23 +321,31 @@ def check_float32(x: Any) -> Any:
     return x
 
 
-# A rule of its own, because here cotangents leave the dtype, and JAX adds from there on: encoded, a zero of autodiff
-# means "not used", and adding it changes nothing.
-@jax.custom_vjp
-def _share(x: jax.Array) -> jax.Array:
-    return lax.convert_element_type(x, fp32_max_grad)
+def from_numbers(numbers: jax.Array, dtype: Any = fp8_state) -> jax.Array:
+    """Return the numbers of live leaves, float32 [..., 7], as [..., 1] of `fp8_state`; no derivative."""
+    element = getattr(dtype, "element", ())
+    return from_values(lax.expand_dims(numbers, (numbers.ndim - 1,)) if element else numbers, dtype)
 
 
-_share.defvjp(lambda x: (_share(x), None), lambda _, g: (encode(lax.convert_element_type(g, jnp.float32)),))
+def numbers_of(x: jax.Array) -> jax.Array:
+    """Undo `from_numbers`; float32 stays."""
+    return lax.squeeze(values_of(x), (x.ndim - 1,)) if is_state(x) else values_of(x)
 
 
-@jax.custom_vjp
-def _read(x: jax.Array) -> jax.Array:
-    return lax.convert_element_type(x, jnp.float32)
+# Rules of their own, because here cotangents leave the dtype, and JAX adds from there on: encoded, a zero of autodiff
+# means "not used", and adding it changes nothing. JAX's own transpose would take encoded cotangents for values.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _share(dtype: Any, x: jax.Array) -> jax.Array:
+    return from_numbers(x, dtype)
 
 
-# JAX's own transpose of the conversion would take the encoded cotangent for a value
-_read.defvjp(lambda x: (_read(x), None), lambda _, g: (lax.convert_element_type(decode(g), fp32_max_grad),))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _unshare(dtype: Any, x: jax.Array) -> jax.Array:
+    return numbers_of(x)
+
+
+_share.defvjp(lambda dtype, x: (from_numbers(x, dtype), None), lambda dtype, _, g: (encode(numbers_of(g)),))
+_unshare.defvjp(lambda dtype, x: (numbers_of(x), None), lambda dtype, _, g: (from_numbers(decode(g), dtype),))
 
 
 # ---------------------------------------------------------------- first derivatives only

@@ -36,9 +36,11 @@ from fp8_jax_owg.state.cotangents import (
     SMALLEST_NORMAL_KEY,
     check_float32,
     is_shared,
+    is_state,
     like,
-    read,
+    numbers_of,
     reverse_mode_only,
+    unshare_leaf,
 )
 from fp8_jax_owg.state.pairs import Pair
 
@@ -99,13 +101,19 @@ def witness(amax: jax.Array) -> jax.Array:
 
 
 def is_live(pair: Pair) -> bool:
-    """Return whether the scale of a pair is a live leaf."""
-    return jnp.shape(pair.scale) == (*jnp.shape(pair.history)[:-1], WIDTH)
+    """Return whether the scale of a pair is a live leaf, of `fp8_state` or not."""
+    return is_state(pair.scale) or jnp.shape(pair.scale) == (*jnp.shape(pair.history)[:-1], WIDTH)
 
 
 def is_at_rest(pair: Pair) -> bool:
     """Return whether two leaves have the shapes of a scale and its history."""
-    return jnp.ndim(pair.history) > 0 and jnp.shape(pair.scale) == (*jnp.shape(pair.history)[:-1], 1)
+    scale, history = pair
+    return not is_state(scale) and jnp.ndim(history) > 0 and jnp.shape(scale) == (*jnp.shape(history)[:-1], 1)
+
+
+def stored_scale(live: jax.Array) -> jax.Array:
+    """Return the scale that the last step has left in a live leaf [..., 1] of `fp8_state`; float32 [...]."""
+    return lax.stop_gradient(unshare_leaf(live)[..., Live.STORED])
 
 
 # ---------------------------------------------------------------- from rest
@@ -216,12 +224,12 @@ def scales_of(live: Mapping[Tensor, jax.Array], scaling: Scaling) -> dict[Tensor
     """Return the scales of the tensors of one matmul, into FP8 and back, float32 scalars; none for current scaling.
 
     Args:
-        live: [7] for each tensor, float32 or shared.
+        live: The live leaf of each tensor, [1] of `fp8_state` or float32 [7].
         scaling: The rule; the usual one finds the scales made.
     """
     if not isinstance(scaling, DelayedScaling):
         return {}
-    live = {tensor: lax.convert_element_type(one, jnp.float32) for tensor, one in live.items()}
+    live = {tensor: numbers_of(one) for tensor, one in live.items()}
     formats = [scaling.format_of(tensor) for tensor in live]
     if scaling.margin == 0 and scaling.amax_compute_algo == "max" and all(fmt in MADE for fmt in formats):
         return {tensor: [one[i] for i in MADE[fmt]] for (tensor, one), fmt in zip(live.items(), formats, strict=True)}
@@ -240,18 +248,18 @@ def scales_of(live: Mapping[Tensor, jax.Array], scaling: Scaling) -> dict[Tensor
 
 @jax.jit
 def observation(amax: jax.Array, back: jax.Array, live: jax.Array) -> jax.Array:
-    """Return the cotangent of a live leaf [7], of its dtype; an amax that is infinite or NaN is not observed.
+    """Return the cotangent of a live leaf, of its shape and dtype; an amax that is infinite or NaN is not observed.
 
     Args:
         amax: float32 [].
         back: float32 [], the scale that was used.
-        live: [7], float32 or shared; what examples and devices observe that share it is combined.
+        live: [1] of `fp8_state` or float32 [7]; what examples and devices observe that share it is combined.
     """
     seen = [lax.reshape(to_bits(x), (1,)) for x in (amax, witness(amax), back)]
     finite = lax.lt(float_key(amax), INFINITY_KEY)
     bits = lax.select(finite, lax.concatenate([*seen, CONSTANT_PLACES], 0), np.full(WIDTH, NOT_OBSERVED_BITS, np.int32))
     found = like(from_bits(bits), live)
-    return lax.convert_element_type(found, live.dtype) if is_shared(live) else cotangents.encode(found)
+    return cotangents.from_numbers(found) if is_state(live) else cotangents.encode(found)
 
 
 def in_gradient(pairs: Sequence[Pair], cotangents_of: Sequence[jax.Array]) -> list[Pair]:
@@ -310,7 +318,7 @@ def next_pair(old: Pair, gradient: Pair) -> Pair:
 
 
 def as_live(pair: Pair, name: str) -> jax.Array:
-    """Return the live leaf [7] of one tensor, shared or not, for one use; a pair at rest is made live.
+    """Return the live leaf of one tensor, [1] of `fp8_state` or float32 [7]; a pair at rest is made live.
 
     Args:
         pair: Live or at rest, shared or not.
@@ -319,16 +327,19 @@ def as_live(pair: Pair, name: str) -> jax.Array:
     Raises:
         Fp8Error: It has another dtype, or other shapes than (1,) and (length,).
     """
-    scale, history = (x if is_shared(x) else check_float32(x) for x in pair)
-    if history.ndim != 1 or history.shape[0] == 0 or scale.shape not in ((1,), (WIDTH,)):
+    scale, history = pair
+    shared = is_shared(scale)
+    live = is_state(scale) or scale.shape == (WIDTH,)
+    if history.ndim != 1 or history.shape[0] == 0 or scale.shape != ((WIDTH,) if live and not shared else (1,)):
         raise Fp8Error(
             f"{name} scale must have shape (1,) and its amax history (length,) with length >= 1, got "
-            f"{scale.shape} and {history.shape}. Use vmap for stacked layers."
+            f"{scale.shape} and {history.shape}. Use vmap for stacked layers; inside of a loss, give a layer the state "
+            "itself and not what fp8_jax_owg.read returns."
         )
-    if scale.shape == (WIDTH,):
-        return scale
+    if live:
+        return scale if shared else check_float32(scale)
     with reverse_mode_only():
-        return live_at_rest(is_shared(scale), *read(pair))
+        return live_at_rest(shared, *map(unshare_leaf, pair))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

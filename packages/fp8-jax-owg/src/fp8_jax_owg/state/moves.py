@@ -1,8 +1,8 @@
-"""`combining`: a loss in which state may be sliced, gathered, repeated and stacked, with cotangents that meet by MAX.
+"""`combining`: a loss in which state may be gathered, repeated and stacked, with cotangents that meet by MAX.
 
-JAX differentiates what happens to shared state, and for some of it has no gradient: for a gather it would add to an
-array of the shared dtype. Here the loss is traced with plain float32 state, and run
-equation by equation: what moves elements of shared state is given a gradient, and whatever else takes it reads it.
+JAX differentiates what happens to shared state, and for some moves has no gradient: for a gather it would add to an
+array of the shared dtype. Here the loss is traced and run equation by equation: what moves elements of shared state is
+given a gradient, and everything else runs as it was traced.
 """
 
 import functools
@@ -19,28 +19,19 @@ from jax.extend import core
 
 from fp8_common import Fp8Error
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.cotangents import fp32_max_grad, is_shared, read, share_leaf
+from fp8_jax_owg.state.cotangents import from_values, is_shared, values_of
 
-MOVES = frozenset(
-    {"broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather"}
-    | {"reshape", "rev", "select_n", "sharding_constraint", "slice", "split", "squeeze", "stack", "tile", "transpose"}
-)
-"""What puts elements of its operands in other places, whatever their dtype."""
+MOVES = frozenset({"broadcast_in_dim", "dynamic_update_slice", "expand_dims", "gather", "slice", "tile"})
+"""What puts elements of its operands in other places, and is transposed by JAX with additions or padding."""
 
 
-def combining(fun: Callable[[list[Any]], Any], is_state: list[bool]) -> Callable[[list[Any]], Any]:
-    """Return a function like `fun` that combines what all uses of its state observe, wherever the state is moved.
-
-    Args:
-        fun: Any function of a tree of arrays; it must not change them.
-        is_state: Which leaves of the tree are state; those are float32.
-    """
+def combining(fun: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Return a function like `fun` that combines what all uses of shared state observe, wherever the state is moved."""
 
     def run(tree: list[Any]) -> Any:
         leaves, structure = jax.tree.flatten(tree)
         flat, rebuild = arrays_alone(lambda *arrays: fun(structure.unflatten(arrays)))
-        program = jax.make_jaxpr(flat)(*leaves)
-        return rebuild(map(plain, _run(program, _shared_where(is_state, leaves))))
+        return rebuild(_run(jax.make_jaxpr(flat)(*leaves), leaves))
 
     return run
 
@@ -66,17 +57,8 @@ def arrays_alone(fun: Callable[..., Any]) -> tuple[Callable[..., list[Any]], Cal
     return flat, rebuild
 
 
-def plain(x: Any) -> Any:
-    """Return `x`, as float32 if it is shared."""
-    return read(x) if is_shared(x) else x
-
-
-def _shared_where(flags: Sequence[bool], values: Sequence[Any]) -> list[Any]:
-    return [share_leaf(x) if flag else x for flag, x in zip(flags, values, strict=True)]
-
-
 def _run(program: Any, values: Sequence[Any]) -> list[Any]:
-    """Return the results of a traced program; those that are moved shared values are shared."""
+    """Return the results of a traced program."""
     consts, program = getattr(program, "consts", ()), getattr(program, "jaxpr", program)
     known = dict(zip([*program.constvars, *program.invars], [*consts, *values], strict=True))
 
@@ -96,30 +78,48 @@ def _run_equation(equation: Any, values: list[Any]) -> list[Any]:
         Fp8Error: Shared state enters a function that is run otherwise than once, and no loop or branch.
     """
     name, params = equation.primitive.name, equation.params
-    if not any(map(is_shared, values)):
+    if not any(map(is_shared, values)) and not any(map(_holds_state, _programs_in(equation))):
         return _bind(equation, values)
     if name in MOVES:
         return _move(equation, values)
     if name == "scan":
         return _run_scan(equation, values)
     if name == "cond":
-        return _run_branches(equation, values)
+        return lax.switch(values[0], [functools.partial(_called, branch) for branch in params["branches"]], *values[1:])
     if name in ("jit", "pjit"):
         return _run(params["jaxpr"], values)
     if name in ("checkpoint", "remat2"):
         options = {key: params[key] for key in ("prevent_cse", "policy")}
-        return jax.checkpoint(lambda *values: _run(params["jaxpr"], values), **options)(*values)
+        return jax.checkpoint(functools.partial(_called, params["jaxpr"]), **options)(*values)
     if name == "shard_map":
-        return _run_shard_map(equation, values)
-    if name in ("while", "custom_vmap_call", "custom_jvp_call"):
+        settings = {key: params[key] for key in ("mesh", "in_specs", "out_specs", "check_vma")}
+        # the axes that the body is mapped along, under the name of older versions of JAX or of newer ones
+        settings["axis_names"] = params.get("newly_manual_axes") or params["manual_axes"]
+        with equation.ctx.manager:
+            return list(jax.shard_map(lambda *x: tuple(_run(params["jaxpr"], x)), **settings)(*values))
+    if name in ("while", "custom_jvp_call"):
         raise Fp8Error(
-            f"The loss cannot be differentiated, because shared state enters {name}. Take the state out before it with "
-            "fp8_jax_owg.read, for a single use, or write the loop with lax.scan or lax.fori_loop."
+            f"The loss cannot be differentiated, because shared state enters {name}. Write the loop with lax.scan or "
+            "lax.fori_loop, and functions with custom derivatives with jax.custom_vjp."
         )
-    # Each reads for itself, so that the cotangents of several meet by MAX; what was traced with shared values, a `read`
-    # in a loop of this package, gets them.
-    takes = [x.aval.dtype == fp32_max_grad for x in equation.invars]
-    return _bind(equation, [x if shared else plain(x) for x, shared in zip(values, takes, strict=True)])
+    return _bind(equation, values)
+
+
+def _called(program: Any, *values: Any) -> list[Any]:
+    return _run(program, values)
+
+
+def _programs_in(equation: Any) -> Sequence[Any]:
+    """Return the programs of a call, a loop or a branch."""
+    params = equation.params
+    return params.get("branches") or ([params["jaxpr"]] if "jaxpr" in params else [])
+
+
+def _holds_state(program: Any) -> bool:
+    """Return whether something in a program is shared, although nothing that enters it has to be."""
+    equations = getattr(program, "jaxpr", program).eqns
+    results = [x.aval for equation in equations for x in equation.outvars]
+    return any(map(is_shared, results)) or any(_holds_state(one) for e in equations for one in _programs_in(e))
 
 
 def _bind(equation: Any, values: list[Any], **changes: Any) -> list[Any]:
@@ -138,52 +138,21 @@ def _run_scan(equation: Any, values: list[Any]) -> list[Any]:
     carried = sum(x.aval.ndim == own.aval.ndim for x, own in zip(equation.outvars, body.jaxpr.outvars, strict=True))
     consts = len(values) - scanned - carried
     closed, first, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
-    flags, seen = [is_shared(x) for x in first], [False] * carried
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         results = _run(body, [*closed, *carry, *x])
-        seen[:] = [flag or is_shared(x) for flag, x in zip(flags, results[:carried], strict=True)]
-        return _shared_where(flags, results[:carried]), results[carried:]
+        return results[:carried], results[carried:]
 
-    rows = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs]
-    jax.eval_shape(step, _shared_where(flags, first), rows)
-    while seen != flags:
-        # what the body shares in its carry is shared from the first iteration on
-        flags = list(seen)
-        jax.eval_shape(step, _shared_where(flags, first), rows)
     options = {key: params[key] for key in ("length", "reverse", "unroll")}
-    last, ys = lax.scan(step, _shared_where(flags, first), xs, **options)
+    last, ys = lax.scan(step, first, xs, **options)
     return [*last, *ys]
 
 
-def _run_branches(equation: Any, values: list[Any]) -> list[Any]:
-    index, *operands = values
-    branches = [functools.partial(_run, branch) for branch in equation.params["branches"]]
-    each = [jax.eval_shape(lambda *x, run=run: run(x), *operands) for run in branches]
-    flags = [any(map(is_shared, results)) for results in zip(*each, strict=True)]
-    return lax.switch(index, [lambda *x, run=run: _shared_where(flags, run(x)) for run in branches], *operands)
-
-
-def _run_shard_map(equation: Any, values: list[Any]) -> list[Any]:
-    # It takes no shared values and returns none: each is read before, and shared again by what the body calls.
-    params = equation.params
-    settings = {key: params[key] for key in ("mesh", "in_specs", "out_specs", "check_vma")}
-    # the axes that the body is mapped along, under the name of older versions of JAX or of newer ones
-    axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
-
-    def body(*values: Any) -> tuple[Any, ...]:
-        return tuple(map(plain, _run(params["jaxpr"], values)))
-
-    with equation.ctx.manager:
-        inside = jax.shard_map(body, axis_names=axes, **settings)
-        return list(inside(*map(plain, values)))
-
-
 def _move(equation: Any, values: list[Any]) -> list[Any]:
-    """Return the results of a move, shared; operands that were not shared are, if they are moved as well."""
+    """Return the results of a move."""
     # what is moved has the dtype of the result; the rest says where to
     moved = [x.aval.dtype == equation.outvars[0].aval.dtype for x in equation.invars]
-    data = [share_leaf(jnp.asarray(x)) for x, flag in zip(values, moved, strict=True) if flag]
+    data = [x for x, flag in zip(values, moved, strict=True) if flag]
     rest = [x for x, flag in zip(values, moved, strict=True) if not flag]
 
     def apply(data: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
@@ -192,33 +161,32 @@ def _move(equation: Any, values: list[Any]) -> list[Any]:
         changes = {"fill_value": -1} if data[0].dtype == jnp.int32 else {}
         return _bind(equation, [next(ours) if flag else next(others) for flag in moved], **changes)
 
-    return _moved(apply, tuple(x.shape for x in data), data, rest)
+    return _moved(apply, tuple(x.shape for x in data), data[0].dtype, data, rest)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _moved(
-    apply: Callable[..., list[Any]], shapes: tuple[tuple[int, ...], ...], data: list[jax.Array], rest: list[Any]
-) -> list[jax.Array]:
-    plain = [lax.convert_element_type(x, jnp.float32) for x in data]
-    return [lax.convert_element_type(x, fp32_max_grad) for x in apply(plain, rest)]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _moved(apply: Any, shapes: tuple[tuple[int, ...], ...], dtype: Any, data: list[Any], rest: list[Any]) -> list[Any]:
+    return apply(data, rest)
 
 
 def _moved_backward(
-    apply: Callable[..., list[Any]], shapes: tuple[tuple[int, ...], ...], rest: list[Any], gs: list[jax.Array]
+    apply: Any, shapes: tuple[tuple[int, ...], ...], dtype: Any, rest: list[Any], gs: list[jax.Array]
 ) -> tuple[list[jax.Array], list[None]]:
     # The same move of the numbers of elements says which element each result is.
     ends = [0, *itertools.accumulate(map(math.prod, shapes))]
     spans = list(zip(ends, ends[1:], shapes, strict=False))
     numbers = [jnp.arange(first, last, dtype=jnp.int32).reshape(shape) for first, last, shape in spans]
-    keys = cotangents.to_ordered(jnp.full(ends[-1], cotangents.NOT_OBSERVED))
+    keys = cotangents.to_ordered(jnp.full((ends[-1], *dtype.element), cotangents.NOT_OBSERVED))
     for g, places in zip(gs, apply(numbers, rest), strict=True):
         # what a gather found outside of its operand has a number outside, too
         inside = (places >= 0) & (places < ends[-1])
-        seen = cotangents.to_ordered(lax.convert_element_type(g, jnp.float32))
+        seen = cotangents.to_ordered(values_of(g))
         keys = keys.at[jnp.where(inside, places, ends[-1])].max(seen, mode="drop")
     greatest = cotangents.from_ordered(keys)
-    parts = [greatest[first:last].reshape(shape) for first, last, shape in spans]
-    return [lax.convert_element_type(part, fp32_max_grad) for part in parts], [None] * len(rest)
+    parts = [greatest[first:last].reshape(*shape, *dtype.element) for first, last, shape in spans]
+    return [from_values(part, dtype) for part in parts], [None] * len(rest)
 
 
-_moved.defvjp(lambda apply, shapes, data, rest: (_moved(apply, shapes, data, rest), rest), _moved_backward)
+_moved.defvjp(
+    lambda apply, shapes, dtype, data, rest: (_moved(apply, shapes, dtype, data, rest), rest), _moved_backward
+)

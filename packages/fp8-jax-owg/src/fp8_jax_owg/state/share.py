@@ -1,8 +1,8 @@
-"""`share`, `read`, `gate` and `replicated`: state that is used several times.
+"""`share`, `unshare`, `read`, `gate` and `replicated`: state that is used several times.
 
-Outside of a loss state is float32. `share` makes it live and of the dtype `fp32_max_grad`, so that everything that
-happens to its cotangents from there on is a MAX; layers read it where they use it. `fp8_jax_owg.value_and_grad` shares
-all state of its loss. Functions take trees; leaves must be float32 or shared.
+Outside of a loss state is float32. `share` makes pairs live and of the dtype `fp8_state`, and what has no pair of
+`fp32_max_grad`, so that everything that happens to cotangents from there on is a MAX; layers read state where they use
+it. `fp8_jax_owg.value_and_grad` shares all state of its loss. Functions take trees; leaves must be float32 or shared.
 """
 
 import functools
@@ -15,9 +15,17 @@ from jax import lax
 from fp8_common import Fp8Error
 from fp8_common.jax.arrays import varying_axes
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.cotangents import check_float32, is_shared, like, read, share_leaf
-from fp8_jax_owg.state.live import is_at_rest, is_live, live_at_rest
-from fp8_jax_owg.state.pairs import find_pairs, take
+from fp8_jax_owg.state.cotangents import (
+    check_float32,
+    fp8_state,
+    is_shared,
+    is_state,
+    like,
+    share_leaf,
+    unshare_leaf,
+)
+from fp8_jax_owg.state.live import is_at_rest, is_live, live_at_rest, stored_scale
+from fp8_jax_owg.state.pairs import Pair, find_pairs, take
 
 Tree = TypeVar("Tree")
 
@@ -37,10 +45,43 @@ def share(tree: Any) -> Any:
         pair = take(leaves, place)
         if is_at_rest(pair) and not any(map(is_shared, pair)):
             live = live_at_rest(True, *map(check_float32, pair))
-            leaves[place.scale], leaves[place.history] = live, lax.stop_gradient(pair.history)
-        if is_live(take(leaves, place)):
+            pair = Pair(live, lax.stop_gradient(pair.history))
+        if is_live(pair):
+            leaves[place.scale], leaves[place.history] = share_leaf(pair.scale, fp8_state), pair.history
             constants.add(place.history)  # matmuls read live leaves alone
     return structure.unflatten([x if i in constants else share_leaf(x) for i, x in enumerate(leaves)])
+
+
+def unshare(tree: Any) -> Any:
+    """Return shared state as float32, to pass it into a `shard_map` with `check_vma=False` or a `pmap`.
+
+    Call `fp8_jax_owg.replicated` on it at the top of the mapped function. Without that call each leaf is good for a
+    single use. Live leaves get a last dimension of 7 in place of 1; what computes with them makes the next state NaN,
+    or goes unnoticed.
+
+    Args:
+        tree: Leaves shared or float32, which stay.
+
+    Raises:
+        Fp8Error: A leaf has another dtype.
+    """
+    return jax.tree.map(unshare_leaf, tree)
+
+
+def read(tree: Any) -> Any:
+    """Return the values of shared state as float32, for logs and for functions of the user.
+
+    Args:
+        tree: Leaves shared or float32, which stay.
+
+    Returns:
+        For a live leaf [..., 1], the stored scale [...] without a gradient; layers do not accept it. For a shared value
+        without a pair the value, whose cotangent is what a use has observed.
+
+    Raises:
+        Fp8Error: A leaf has another dtype.
+    """
+    return jax.tree.map(lambda x: stored_scale(x) if is_state(x) else unshare_leaf(x), tree)
 
 
 def gate(tree: Tree, valid: Any) -> Tree:
@@ -54,8 +95,8 @@ def gate(tree: Tree, valid: Any) -> Tree:
     flag = jnp.asarray(valid, jnp.bool_)
 
     def gated(x: Any) -> Any:
-        value = _gate(read(x), flag)
-        return share_leaf(value) if is_shared(x) else value
+        value = _gate(unshare_leaf(x), flag)
+        return share_leaf(value, x.dtype) if is_shared(x) else value
 
     return jax.tree.map(gated, tree)
 
@@ -63,9 +104,10 @@ def gate(tree: Tree, valid: Any) -> Tree:
 def replicated(tree: Any, axes: str | tuple[str, ...], *, sharded: str | tuple[str, ...] = ()) -> Any:
     """Return values that several uses inside a `shard_map` may share; what devices along `axes` observe meets by MAX.
 
-    Shared values cannot enter a `shard_map`; they are read before it, and shared again by this function at the top of
-    the mapped one. With `check_vma=False` and a gradient that is taken outside of the `shard_map`, JAX would also add
-    up what each device returns; with `check_vma=True` layers combine what the devices see by themselves.
+    Call it at the top of the mapped function. With `check_vma=False` and a gradient that is taken outside of the
+    `shard_map`, JAX adds up what each device returns, and cannot do so for shared values: pass
+    `fp8_jax_owg.unshare(state)` into the `shard_map`. With `check_vma=True` shared values may enter, and layers combine
+    what the devices see by themselves.
 
     Args:
         tree: Leaves float32 or shared.
@@ -80,7 +122,7 @@ def replicated(tree: Any, axes: str | tuple[str, ...], *, sharded: str | tuple[s
     """
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     own = (sharded,) if isinstance(sharded, str) else tuple(sharded)
-    values = read(tree)
+    values = unshare(tree)
     # `lax.axis_index` differs along its axes by definition: where its type does not say so, check_vma is off.
     if not varying_axes(lax.axis_index(names)):
         # Every axis matters: the transpose of `shard_map` sums what the devices return over all axes that an input does
