@@ -296,6 +296,56 @@ def test_a_linen_model_keeps_its_parameters_and_gets_state():
     assert set(by_filter.init(KEY(0), sample())[COLLECTION]) == {"layers_1"}
 
 
+class Mixed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        embed = nn.Embed(8, 8, name="embed")
+        x = nn.Einsum((8, 8), "...i,io->...o", name="einsum")(nn.Dense(8, name="first")(x))
+        x = nn.Dense(8, dot_general=jax.lax.dot_general, name="own")(x)
+        return embed.attend(nn.Dense(8, name="last")(x))
+
+
+def test_a_conversion_logs_what_it_leaves_out_and_why(caplog):
+    model = owg_linen.convert_to_fp8(Mixed(), ["*", "!last"])
+    assert repr(model).startswith("convert_to_fp8(Mixed(")
+    variables = jax.eval_shape(model.init, KEY(0), sample())
+    wanted = (
+        "FP8: converted 1 of 5 layers. Left out: einsum (Einsum has no FP8 matmul here), own (it has a matmul of its "
+        "own), last (by the rules), embed (Embed has no FP8 matmul here)."
+    )
+    assert caplog.messages == [wanted]
+    jax.eval_shape(model.apply, variables, sample())
+    assert caplog.messages == [wanted]
+    caplog.clear()
+    layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(8)]
+    owg_nnx.convert_to_fp8(nnx.Sequential(*layers), ["layers.0"])
+    rest = ", ".join(f"layers.{i} (by the rules)" for i in range(1, 6))
+    assert caplog.messages == [f"FP8: converted 1 of 8 layers. Left out: {rest} and 2 more."]
+    caplog.clear()
+    owg_nnx.convert_to_fp8(nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0))))
+    assert caplog.messages == ["FP8: converted 1 of 1 layers. No layer was left out."]
+
+
+@pytest.mark.parametrize("transform", ["scan", "vmap"])
+def test_a_transform_that_does_not_lift_the_state_is_named_at_init(transform):
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.Dense(8)(x), None
+
+    def lifted(**axes):
+        if transform == "scan":
+            block = nn.scan(Block, split_rngs={"params": True}, length=2, **axes)()
+        else:
+            block = nn.vmap(Block, split_rngs={"params": True}, in_axes=(0, None), axis_size=2, **axes)()
+        return jax.eval_shape(owg_linen.convert_to_fp8(block).init, KEY(0), jnp.ones((2, 8)), None)
+
+    with pytest.raises(Fp8Error, match=r'Dense_0.*variable_axes=\{"params": 0, "_overwrite_with_gradient": 0\}'):
+        lifted(variable_axes={"params": 0})
+    state = lifted(variable_axes={"params": 0, COLLECTION: 0})[COLLECTION]
+    assert state["Dense_0"]["Fp8DotGeneralOp_0"]["input_scale"].shape == (2, 1)
+
+
 # ---------------------------------------------------------------- arguments of the gradients of NNX
 
 

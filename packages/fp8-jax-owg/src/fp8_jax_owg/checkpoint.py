@@ -40,12 +40,11 @@ def upgrade(saved: Any, variables: Any, *, scales: ScaleConvention = "dequantize
     """
     if scales not in CONVENTIONS:
         raise Fp8Error(f"scales must be one of {', '.join(CONVENTIONS)}, got {scales!r}.")
-    found = {names_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(saved)}
-    wanted, structure = jax.tree_util.tree_flatten_with_path(variables)
+    found = dict(zip(names_of(saved), jax.tree.leaves(saved), strict=True))
+    wanted, structure = jax.tree.flatten(variables)
     flags = owg_flags(variables)
     leaves = []
-    for (path, leaf), overwritten in zip(wanted, flags, strict=True):
-        name = names_of(path)
+    for name, leaf, overwritten in zip(names_of(variables), wanted, flags, strict=True):
         take = _take_overwritten if overwritten else _take_parameter
         leaves.append(take(name, found.get(name), leaf, scales))
     return structure.unflatten(leaves)

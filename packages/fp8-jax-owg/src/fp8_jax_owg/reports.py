@@ -1,8 +1,9 @@
 """`report`: the state of delayed scaling as a table, and the signs of a SUM where a MAX belongs."""
 
 import dataclasses
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ from fp8_jax_owg.state.pairs import HISTORY, Pair, find_pairs, names_of, take
 
 ENCODED_ZERO = 2.0**-125
 """Above the magnitude of an encoded zero or subnormal."""
+SHOWN = 5
+"""How many layers that are left out the log line names."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +27,8 @@ class TensorReport:
         scale: Dequantization scale of the last step.
         amax: The newest amax.
         history_max: The greatest amax of the history.
-        headroom: How many powers of two the newest amax may grow before values saturate; negative if they did.
-        saturated: Whether values saturated in the last step.
+        headroom: How many powers of two the newest amax may grow before it exceeds the greatest value of the format.
+        saturated: Whether the last step clipped values by more than rounding moves values of this size.
         observed: Whether anything was ever recorded.
         stale: Whether nothing was recorded since `previous`; None without it.
         suspicion: What looks wrong; empty if nothing does.
@@ -59,7 +62,7 @@ class OwgReport:
         lines = [f"{'name':{width}}  {'scale':>10}  {'amax':>10}  {'max':>10}  {'headroom':>8}  remarks"]
         for t in self.tensors:
             numbers = "  ".join(f"{number:10.3g}" for number in (t.scale, t.amax, t.history_max))
-            lines.append(f"{t.name:{width}}  {numbers}  {t.headroom:8.1f}  {_remarks(t)}")
+            lines.append(f"{t.name:{width}}  {numbers}  {round(t.headroom, 1) + 0.0:8.1f}  {_remarks(t)}")
         return "\n".join(lines)
 
 
@@ -78,12 +81,27 @@ def report(variables: Any, previous: Any = None) -> OwgReport:
     return OwgReport(tensors=tuple(entries))
 
 
+def log_conversion(logger: logging.Logger, decided: Mapping[str, str]) -> None:
+    """Log which layers were converted, as a warning, because nobody sees logging.INFO.
+
+    Args:
+        logger: Of the module that converts.
+        decided: For each layer, by its name, why it is left out; empty if it is converted.
+    """
+    if jax.process_index() != 0:
+        return
+    left = [f"{name} ({why})" for name, why in decided.items() if why]
+    shown = ", ".join(left[:SHOWN]) + f" and {len(left) - SHOWN} more" * (len(left) > SHOWN)
+    rest = f"Left out: {shown}." if left else "No layer was left out."
+    logger.warning("FP8: converted %d of %d layers. %s", len(decided) - len(left), len(decided), rest)
+
+
 def _pairs(tree: Any) -> Iterator[tuple[str, Pair]]:
     """Yield name, scale [1] and history [L] of every tensor, stacked ones one by one."""
-    found = jax.tree_util.tree_leaves_with_path(tree)
+    leaves, names = jax.tree.leaves(tree), names_of(tree)
     for place in find_pairs(tree):
-        scale, history = map(np.asarray, take([leaf for _, leaf in found], place))
-        name = "/".join(names_of(found[place.history][0])).removesuffix(HISTORY)
+        scale, history = map(np.asarray, take(leaves, place))
+        name = "/".join(names[place.history]).removesuffix(HISTORY)
         for index in np.ndindex(history.shape[:-1]):
             yield name + (str(list(index)) if index else ""), Pair(scale[index], history[index])
 
@@ -92,15 +110,19 @@ def _entry(name: str, pair: Pair, before: Pair | None) -> TensorReport:
     scale, history = float(pair.scale.reshape(-1)[0]), pair.history
     amax, history_max = float(history[0]), float(history.max())
     # `scale` goes back from FP8, so the largest value of the format times it is the largest magnitude that fits.
-    limit = get_format("e5m2" if "output_grad" in name.rsplit("/", 1)[-1] else "e4m3").max * scale
+    fmt = get_format("e5m2" if "output_grad" in name.rsplit("/", 1)[-1] else "e4m3")
+    limit = fmt.max * scale
     headroom = math.log2(limit / amax) if amax > 0 and 0 < limit < math.inf and math.isfinite(amax) else math.inf
+    # A trained kernel outgrows the scale of the step before by a little in each step. Up to half a step of the format
+    # above its greatest value, rounding to nearest would give this value too: nothing is lost.
+    half_step = 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
     return TensorReport(
         name=name,
         scale=scale,
         amax=amax,
         history_max=history_max,
         headroom=headroom,
-        saturated=headroom < 0,
+        saturated=headroom < 0 and amax > (fmt.max + half_step) * scale,
         observed=bool(history.any()) or scale != 1,
         stale=None if before is None else all((one == other).all() for one, other in zip(before, pair, strict=True)),
         suspicion=_suspicion(pair, before),

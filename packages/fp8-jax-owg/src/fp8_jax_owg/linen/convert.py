@@ -4,6 +4,7 @@ The layers of a Linen module exist while it runs. So the conversion is a module 
 own, that gives each of them its product at the beginning of its call.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,13 +12,18 @@ from flax import linen as nn
 
 from fp8_common import Fp8Error, Rules
 from fp8_jax_owg.linen.operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8Op
+from fp8_jax_owg.reports import log_conversion
 from fp8_jax_owg.scaling import DelayedScaling, RulesOrFilter, Scaling, ScalingChoice, as_scaling
+
+logger = logging.getLogger(__name__)
 
 # Where each kind of layer asks for the function that multiplies.
 OPERATIONS: tuple[tuple[tuple[type[nn.Module], ...], str, type[Fp8Op]], ...] = (
     ((nn.Dense, nn.DenseGeneral), "dot_general", Fp8DotGeneralOp),
     ((nn.Conv, nn.ConvLocal), "conv_general_dilated", Fp8ConvGeneralDilatedOp),
 )
+UNSUPPORTED = ((nn.Einsum, "__call__"), (nn.ConvTranspose, "__call__"), (nn.Embed, "attend"))
+"""Layers with a kernel that have no such place, and the method that multiplies."""
 
 
 class _Make(NamedTuple):
@@ -54,20 +60,28 @@ class _Converted(nn.Module):
         Raises:
             Fp8Error: No layer was converted, or a recipe cannot be honoured.
         """
-        converted: list[str] = []
+        decided: dict[str, str] = {}  # why a layer is left out; empty if it is converted
 
         def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
             row = next((row for row in OPERATIONS if isinstance(context.module, row[0])), None)
-            if row is None or context.method_name != "__call__":
+            method = context.method_name
+            supported = row is not None and method == "__call__"
+            if not supported and not any(isinstance(context.module, kind) and method == m for kind, m in UNSUPPORTED):
                 return call(*args, **kwargs)
             # layers that were attributes before `setup` ran have the name of the attribute in front, others have not
             names = context.module.path[len(self.path) :]
             name = ".".join(names[1:] if names[:1] == ("converted_module",) else names)
             scaling = self._scaling_of(context.module, name)
+            decided[name] = ""
+            if scaling is None:
+                decided[name] = "by the rules"
+            elif not supported:
+                decided[name] = f"{type(context.module).__name__} has no FP8 matmul here"
             # A product that the user has given the layer, under either name that flax has for it, stays.
-            if scaling is None or any(getattr(context.module, f"{row[1]}{end}", None) for end in ("", "_cls")):
+            elif any(getattr(context.module, f"{row[1]}{end}", None) for end in ("", "_cls")):
+                decided[name] = "it has a matmul of its own"
+            if decided[name]:
                 return call(*args, **kwargs)
-            converted.append(name)
             # set like this, because flax freezes attributes outside of `setup`
             object.__setattr__(context.module, f"{row[1]}_cls", _Make(row[2], scaling))
             try:
@@ -77,11 +91,17 @@ class _Converted(nn.Module):
 
         with nn.intercept_methods(intercept):
             result = self.converted_module(*args, **kwargs)
-        if not converted:
+        if all(decided.values()):
             raise Fp8Error(
                 f"No layer of {type(self.converted_module).__name__} was converted. Check the rules and the model."
             )
+        if self.is_initializing():
+            log_conversion(logger, decided)
         return result
+
+    def __repr__(self) -> str:
+        """Return the module in the call that has converted it."""
+        return f"convert_to_fp8({self.converted_module!r}, rules={self.rules!r}, scaling={self.scaling!r})"
 
     def _scaling_of(self, layer: nn.Module, name: str) -> Scaling | None:
         if isinstance(self.rules, Rules):

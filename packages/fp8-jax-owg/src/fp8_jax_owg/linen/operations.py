@@ -47,7 +47,7 @@ class Fp8Op(nn.Module):
         """Multiply; arguments and errors are those of the function of `fp8_jax_owg`, whose state is here.
 
         Raises:
-            Fp8Error: `apply` got variables without state.
+            Fp8Error: `apply` got variables without state, or a transform around the layer does not lift its collection.
         """
         return self.function(*args, **kwargs, meta=self._meta(), scaling=self.scaling)
 
@@ -57,6 +57,13 @@ class Fp8Op(nn.Module):
         leaves = init_meta(self.scaling, self.tensors)
         known = all(self.has_variable(OVERWRITE_WITH_GRADIENT, name) for name in leaves)
         if not known and not self.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
+            if self.is_initializing():
+                raise Fp8Error(
+                    f"init cannot make the FP8 state of {'/'.join(self.path)}: a transform around the layer, such as "
+                    f"nn.scan or nn.vmap, does not lift the collection {OVERWRITE_WITH_GRADIENT!r}. Name it beside "
+                    f'"params", as variable_axes={{"params": 0, "{OVERWRITE_WITH_GRADIENT}": 0}} or '
+                    f'variable_broadcast=["params", "{OVERWRITE_WITH_GRADIENT}"].'
+                )
             raise Fp8Error(
                 f"The FP8 state of {'/'.join(self.path)} is missing. Pass apply the collection "
                 f"{OVERWRITE_WITH_GRADIENT!r} that init returned beside 'params'; for parameters that were trained "

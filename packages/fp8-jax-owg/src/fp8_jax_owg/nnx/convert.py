@@ -9,6 +9,7 @@ from flax import nnx
 
 from fp8_common import Decision, Fp8Error, Rules
 from fp8_jax_owg.nnx.operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8EinsumOp, Fp8Op
+from fp8_jax_owg.reports import log_conversion
 from fp8_jax_owg.scaling import RulesOrFilter, ScalingChoice
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ LAYERS: dict[type[nnx.Module], tuple[str, type[Fp8Op], Callable[[Any], Sequence[
     nnx.Einsum: ("einsum_op", Fp8EinsumOp, lambda layer: layer.kernel_shape),
     nnx.Conv: ("conv_general_dilated", Fp8ConvGeneralDilatedOp, lambda layer: layer.kernel_shape),
 }
+UNSUPPORTED = (nnx.ConvTranspose, nnx.LoRA)
+"""Layers with a kernel that have no such place."""
 
 
 def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoice | None = None) -> Model:
@@ -49,8 +52,13 @@ def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoi
         Fp8Error: No layer is converted, a rule decides nothing, a recipe cannot be honoured, or a layer has a
             product of its own.
     """
-    modules = ((".".join(map(str, path)), module) for path, module in nnx.iter_modules(model))
-    layers = {name: module for name, module in modules if isinstance(module, tuple(LAYERS))}
+    modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+    layers = {name: module for name, module in modules.items() if isinstance(module, tuple(LAYERS))}
+    unsupported = {
+        name: f"{type(module).__name__} has no FP8 matmul here"
+        for name, module in modules.items()
+        if isinstance(module, UNSUPPORTED)
+    }
     if callable(rules):
         decisions = [Decision(fqn=name, include=bool(rules(layer, name))) for name, layer in layers.items()]
     else:
@@ -66,7 +74,7 @@ def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoi
     for layer, attribute, operation in made:
         # NNX holds functions as static attributes; a module is data
         setattr(layer, attribute, nnx.data(operation))
-    logger.info("FP8: converted %d of %d layers.", len(chosen), len(layers))
+    log_conversion(logger, {one.fqn: "" if one.include else "by the rules" for one in decisions} | unsupported)
     return model
 
 

@@ -20,6 +20,8 @@ from fp8_jax_owg.scaling import TENSORS, DelayedScaling, ScalingChoice, Tensor, 
 
 SCALE, HISTORY = "_scale", "_amax_history"
 """Endings of the names of a scale and its history, those of flax."""
+BOXED = jax.tree_util.GetAttrKey("value")
+"""The key under which variables, boxes and `Overwrite` keep what they hold."""
 Meta = Mapping[str, jax.Array]
 """The leaves of one matmul by their names."""
 
@@ -60,8 +62,7 @@ def init_meta(scaling: ScalingChoice | None = None, tensors: tuple[Tensor, ...] 
 
 def find_pairs(tree: Any) -> list[Pair]:
     """Return where the pairs of a tree lie among its leaves, in the order of their scales."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    places = {names_of(path): place for place, (path, _) in enumerate(paths)}
+    places = {names: place for place, names in enumerate(names_of(tree))}
     found = []
     for names, place in places.items():
         # At every place of the path, not only the last one: variables and boxes put keys of their own behind the name.
@@ -92,10 +93,28 @@ def pair_of(meta: Meta, tensor: Tensor) -> Pair:
     return Pair(*(meta[name] for name in names))
 
 
-def names_of(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """Return the keys of a path as text, without those of variables, boxes and `Overwrite` for what they hold."""
+def names_of(tree: Any) -> list[tuple[str, ...]]:
+    """Return the keys of the path of each leaf as text, without those of variables, boxes and `Overwrite`.
+
+    A box keeps what it holds, and nothing else, under the attribute `value`. A layer that is called "value" has
+    siblings, or is the key of a dictionary, and keeps its name.
+    """
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     # a list, and not a generator: every leaf of every model comes by here
-    return tuple([name for key in path if (name := jax.tree_util.keystr((key,), simple=True)) != "value"])
+    names = [tuple([jax.tree_util.keystr((key,), simple=True) for key in path]) for path in paths]
+    children: dict[tuple[str, ...], set[str]] = {
+        whole[:i]: set() for whole, path in zip(names, paths, strict=True) for i, key in enumerate(path) if key == BOXED
+    }
+    if not children:
+        return names
+    for whole in names:
+        for i, name in enumerate(whole):
+            if whole[:i] in children:
+                children[whole[:i]].add(name)
+    return [
+        tuple([n for i, n in enumerate(whole) if path[i] != BOXED or len(children[whole[:i]]) > 1])
+        for whole, path in zip(names, paths, strict=True)
+    ]
 
 
 # ---------------------------------------------------------------- marks
@@ -133,7 +152,7 @@ def is_owg(path: tuple[Any, ...], node: Any = None) -> bool:
         path: Keys as `jax.tree_util.tree_flatten_with_path` gives them.
         node: What lies there; a marked node counts whatever its path.
     """
-    return is_marked(node) or COLLECTION in names_of(path)
+    return is_marked(node) or COLLECTION in [jax.tree_util.keystr((key,), simple=True) for key in path]
 
 
 def owg_flags(tree: Any) -> list[bool]:
