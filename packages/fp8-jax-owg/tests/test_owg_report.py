@@ -37,7 +37,7 @@ def test_saturation_and_the_format_of_gradients():
 
 
 def test_a_kernel_that_outgrew_its_scale_by_less_than_rounding_is_not_saturated():
-    """E4M3 ends at 448 in steps of 32: up to 464 the nearest value is 448 anyway. E5M2 ends at 57344 in steps of 8192."""
+    """E4M3 ends at 448 in steps of 32, so up to 464 the nearest value is 448; E5M2 at 57344 in steps of 8192."""
     for tensor, greatest, half_step in (("kernel", 448, 16), ("output_grad", 57344, 4096)):
         grown = only(state(scale=1 / greatest, history=(1 + 0.9 * half_step / greatest, 1, 0, 0), tensor=tensor))
         clipped = only(state(scale=1 / greatest, history=(1 + 1.1 * half_step / greatest, 1, 0, 0), tensor=tensor))

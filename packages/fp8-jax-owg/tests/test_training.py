@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import fp8_jax_owg as owg
@@ -214,6 +215,77 @@ def test_all_finite_looks_at_parameters_alone():
     assert owg.all_finite({"w": jnp.ones(3), "fp8": state})
     assert not owg.all_finite({"w": jnp.float32([1, np.nan]), "fp8": state})
     assert owg.all_finite({})
+
+
+# ---------------------------------------------------------------- other collections
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = jax_layers.dense(WIDTH, scaling=SCALING)(x)
+        return nn.BatchNorm(use_running_average=False, momentum=0.5)(x)
+
+
+def decayed(steps=None):
+    """A state whose optimizer would move everything that it sees."""
+    model, tx = Normed(), optax.adamw(1e-1, weight_decay=1.0)
+    params = jax.jit(model.init)(jax.random.key(0), data())
+    tx = MultiSteps(tx, steps) if steps else tx
+    return owg_linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+
+@partial(jax.jit, static_argnames="keep")
+def step_of_normed(state, x, keep=True, valid=True):
+    def loss(variables):
+        y, changed = state.apply_fn(variables, x, mutable=["batch_stats"])
+        return (y**2).mean(), changed
+
+    grads, changed = owg.grad(loss, has_aux=True)(state.params)
+    return state.apply_gradients(grads=grads, mutable=changed if keep else None, valid=valid)
+
+
+@pytest.mark.parametrize("steps", [None, 1])
+def test_batch_statistics_are_not_trained_and_take_what_the_step_has_changed(steps):
+    state = decayed(steps)
+    moments = {np.shape(leaf) for leaf in jax.tree.leaves(state.opt_state)}
+    alone = optax.adamw(1e-1).init(state.params["params"])
+    inner = state.opt_state.parameters.inner_opt_state if steps else state.opt_state
+    assert T(np.shape, jax.tree.leaves(inner)) == T(np.shape, jax.tree.leaves(alone)), moments
+    left = step_of_normed(state, data(), keep=False)
+    assert bits(left.params["batch_stats"]) == bits(state.params["batch_stats"])
+    assert bits(left.params["params"]) != bits(state.params["params"])
+    invalid = step_of_normed(state, data(), valid=jnp.bool_(False))
+    assert bits(invalid.params) == bits(state.params)
+    after = step_of_normed(state, data())
+    _, wanted = state.apply_fn(state.params, data(), mutable=["batch_stats"])
+    T(partial(np.testing.assert_allclose, rtol=1e-6), after.params["batch_stats"], wanted["batch_stats"])
+    assert newest(after.params[COLLECTION]) == np.abs(data()).max()
+    assert jax.tree.structure(after.params) == jax.tree.structure(state.params)
+
+
+def test_collections_that_a_state_does_not_keep_are_refused():
+    state = decayed()
+    grads = T(jnp.zeros_like, state.params)
+    for name in ("intermediates", COLLECTION, "params"):
+        with pytest.raises(Fp8Error, match=rf"mutable holds '{name}', and this state keeps \['batch_stats'\]"):
+            state.apply_gradients(grads=grads, mutable={name: state.params.get(name, {})})
+
+
+def test_an_optimizer_of_variables_asks_which_collections_it_trains():
+    tree = {"params": {"w": jnp.ones(2)}, "lora": {"a": jnp.ones(2)}, COLLECTION: {"s": start()}}
+    for make in (bypass_owg, partial(MultiSteps, every_k_schedule=1)):
+        with pytest.raises(Fp8Error, match=r"got 'lora' beside 'params'.*trained=\('params',\)"):
+            make(optax.sgd(1.0)).init(tree)
+        for trained, moved in ((("params",), ["w"]), (("params", "lora"), ["a", "w"])):
+            optimizer = make(optax.sgd(1.0), trained=trained)
+            updates, _ = optimizer.update(T(jnp.ones_like, tree), optimizer.init(tree), tree)
+            after = owg.apply_updates(tree, updates)
+            found = {"w": after["params"]["w"], "a": after["lora"]["a"]}
+            assert sorted(name for name in found if (found[name] == 0).all()) == moved
+    # without collections, and with the state alone beside `params`, there is nothing to ask
+    for plain in ({"w": jnp.ones(2), "head": jnp.ones(2)}, {"params": jnp.ones(2), COLLECTION: {"s": start()}}):
+        bypass_owg(optax.sgd(1.0)).init(plain)
 
 
 # ---------------------------------------------------------------- NNX

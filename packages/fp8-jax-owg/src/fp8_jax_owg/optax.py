@@ -5,7 +5,7 @@ would waste memory. The wrappers give state past the optimizer: `updates` holds 
 `fp8_jax_owg.apply_updates`, not to `optax.apply_updates`, which adds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,17 +24,22 @@ from fp8_jax_owg.step import init_accumulator, where_step_valid
 __all__ = ["MultiSteps", "MultiStepsState", "bypass_owg"]
 
 
-def bypass_owg(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def bypass_owg(
+    inner: optax.GradientTransformation, trained: Sequence[str] | None = None
+) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer that trains parameters with `inner` and passes overwritten leaves by, unchanged.
 
     Put it outermost: around chains with clipping, weight decay, masks and partitions. Where there are overwritten
-    leaves, `inner` sees None.
+    leaves and collections that are not trained, `inner` sees None.
 
     Args:
         inner: Any optax optimizer.
+        trained: Collections of Linen variables that are trained, such as `("params",)`; updates of others are zero.
+            None trains all that is not overwritten.
 
     Raises:
-        Fp8Error: It is an `optax.MultiSteps`, between whose steps histories would roll.
+        Fp8Error: It is an `optax.MultiSteps`, between whose steps histories would roll. When it is initialized: the
+            variables hold other collections than `params`, such as batch statistics, and `trained` is None.
     """
     if isinstance(inner, optax.MultiSteps):
         raise Fp8Error(
@@ -44,15 +49,37 @@ def bypass_owg(inner: optax.GradientTransformation) -> optax.GradientTransformat
     optimizer = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> Any:
-        return optimizer.init(split(params)[0])
+        return optimizer.init(_parts(params, trained)[0])
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        parameters, overwritten = split(updates)
+        parameters, overwritten, rest = _parts(updates, trained)
         # optax lets callers leave params out, for optimizers that do not look at them: of None it is None
-        changes, state = optimizer.update(parameters, state, split(params)[0], **extra)
-        return merge(changes, overwritten), state
+        changes, state = optimizer.update(parameters, state, _parts(params, trained)[0], **extra)
+        return merge(merge(changes, overwritten), jax.tree.map(jnp.zeros_like, rest)), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _parts(tree: Any, trained: Sequence[str] | None) -> tuple[Any, Any, Any]:
+    """Return what is trained, what is overwritten and the rest: the tree three times, each with None elsewhere."""
+    parameters, overwritten = split(tree)
+    if not is_variables(tree):
+        return parameters, overwritten, jax.tree.map(lambda _: None, parameters)
+    chosen = [name for name in tree if jax.tree.leaves(parameters[name])] if trained is None else trained
+    if trained is None and (others := [name for name in chosen if name != "params"]):
+        raise Fp8Error(
+            f"The optimizer got {', '.join(map(repr, others))} beside 'params'. Moments and weight decay are wrong for "
+            "batch statistics and caches: pass trained=('params',), and the others keep their values; or name in "
+            "trained all collections that are trained."
+        )
+    is_trained = jax.tree_util.tree_map_with_path(lambda path, _: path[0].key in chosen, parameters)
+    part = lambda wanted: jax.tree.map(lambda flag, x: x if flag is wanted else None, is_trained, parameters)  # noqa: E731
+    return part(True), overwritten, part(False)
+
+
+def is_variables(tree: Any) -> bool:
+    """Whether a tree is the variables of a Linen model: a dictionary of collections, `params` among them."""
+    return (isinstance(tree, dict) or hasattr(tree, "unfreeze")) and "params" in tree
 
 
 class MultiStepsState(NamedTuple):
@@ -74,12 +101,18 @@ class MultiSteps:
     history rolls once per step of the optimizer.
     """
 
-    def __init__(self, inner: optax.GradientTransformation, every_k_schedule: int | Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        inner: optax.GradientTransformation,
+        every_k_schedule: int | Callable[..., Any],
+        trained: Sequence[str] | None = None,
+    ) -> None:
         """Wrap an optimizer.
 
         Args:
             inner: Any optax optimizer, not wrapped in `bypass_owg`.
             every_k_schedule: Number of micro-batches per step, or a function of the step that returns it.
+            trained: As for `bypass_owg`.
 
         Raises:
             Fp8Error: The number is below 1.
@@ -87,22 +120,26 @@ class MultiSteps:
         if isinstance(every_k_schedule, int) and every_k_schedule < 1:
             raise Fp8Error(f"every_k_schedule must be at least 1, got {every_k_schedule}.")
         self._parameters = optax.MultiSteps(inner, every_k_schedule)
+        self.trained = trained
 
     def init(self, params: Any) -> MultiStepsState:
         """Return the state for variables."""
-        return MultiStepsState(self._parameters.init(split(params)[0]), split(init_accumulator(params))[1])
+        parameters = _parts(params, self.trained)[0]
+        return MultiStepsState(self._parameters.init(parameters), split(init_accumulator(params))[1])
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, MultiStepsState]:
         """Return the updates, zero unless a step is due, and the next state."""
-        parameters, overwritten = split(updates)
+        parameters, overwritten, rest = _parts(updates, self.trained)
         # optax divides floats by its integer counter
         with jax.numpy_dtype_promotion("standard"):
-            changes, inner = self._parameters.update(parameters, state.parameters, split(params)[0], **extra)
+            trained = _parts(params, self.trained)[0]
+            changes, inner = self._parameters.update(parameters, state.parameters, trained, **extra)
         seen = jax.tree.map(cotangents.meet, state.overwritten, overwritten)
         due = self._parameters.has_updated(inner)
         nothing = jax.tree.map(jnp.zeros_like, seen)
         # `due` is known only when the program runs: both are computed, and one is selected.
         emitted, kept = where_step_valid(due, (seen, nothing), (nothing, seen))
+        changes = merge(changes, jax.tree.map(jnp.zeros_like, rest))
         return merge(changes, emitted), MultiStepsState(inner, kept)
 
     def has_updated(self, state: MultiStepsState) -> jax.Array:

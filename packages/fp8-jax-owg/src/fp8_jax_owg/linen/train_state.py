@@ -1,11 +1,14 @@
 """`TrainState` of Linen: the optimizer sees parameters, overwritten leaves are replaced."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flax.training import train_state
 
-from fp8_jax_owg.optax import MultiSteps, bypass_owg
+from fp8_common import Fp8Error
+from fp8_jax_owg.optax import MultiSteps, bypass_owg, is_variables
+from fp8_jax_owg.state.pairs import COLLECTION
 from fp8_jax_owg.step import apply_updates, where_step_valid
 
 
@@ -16,34 +19,67 @@ class TrainState(train_state.TrainState):
         loss, grads = owg.value_and_grad(loss_fn)(state.params, batch)
         state = state.apply_gradients(grads=grads)
 
-    Leaves that were not observed keep their values.
+    Leaves that were not observed keep their values. Other collections, such as batch statistics, are not trained: they
+    keep their values, or take those of `apply_gradients(mutable=...)`.
     """
 
     @classmethod
-    def create(cls, *, apply_fn: Callable[..., Any], params: Any, tx: Any, **kwargs: Any) -> "TrainState":
+    def create(
+        cls,
+        *,
+        apply_fn: Callable[..., Any],
+        params: Any,
+        tx: Any,
+        trained: Sequence[str] = ("params",),
+        **kwargs: Any,
+    ) -> "TrainState":
         """Return the state before the first step.
 
         Args:
             apply_fn: The model's `apply`.
             params: All variables, from `init`.
             tx: Any optax optimizer, or `fp8_jax_owg.optax.MultiSteps`.
+            trained: The collections of `params` that `tx` trains. Of a tree without collections it trains everything
+                that is not overwritten.
             **kwargs: Further fields of a subclass.
         """
+        chosen = trained if is_variables(params) else None
         # `MultiSteps` keeps overwritten leaves from the optimizer by itself.
-        optimizer: Any = tx.gradient_transformation() if isinstance(tx, MultiSteps) else bypass_owg(tx)
+        if isinstance(tx, MultiSteps):
+            steps = copy.copy(tx)
+            steps.trained = tx.trained or chosen
+            optimizer: Any = steps.gradient_transformation()
+        else:
+            optimizer = bypass_owg(tx, chosen)
         state = optimizer.init(params)
         return cls(step=0, apply_fn=apply_fn, params=params, tx=optimizer, opt_state=state, **kwargs)
 
-    def apply_gradients(self, *, grads: Any, valid: Any = True, **kwargs: Any) -> "TrainState":
+    def apply_gradients(
+        self, *, grads: Any, mutable: Mapping[str, Any] | None = None, valid: Any = True, **kwargs: Any
+    ) -> "TrainState":
         """Return the state after a step.
 
         Args:
             grads: From `fp8_jax_owg.value_and_grad` or `accumulate`.
+            mutable: The collections that `apply_fn(..., mutable=[...])` returned beside its output, such as
+                `{"batch_stats": ...}`; they replace those of `params`.
             valid: Boolean scalar; a step that is not valid changes nothing but `step`.
             **kwargs: Fields to replace.
+
+        Raises:
+            Fp8Error: `mutable` holds a collection that `params` does not have, or the FP8 state.
         """
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
-        after = apply_updates(self.params, updates), opt_state
+        params = apply_updates(self.params, updates)
+        if mutable:
+            kept = [name for name in params if name not in ("params", COLLECTION)]
+            if unknown := [name for name in mutable if name not in kept]:
+                raise Fp8Error(
+                    f"mutable holds {', '.join(map(repr, unknown))}, and this state keeps {kept}. Pass the collections "
+                    "that init returned and the step has changed; the FP8 state comes from grads."
+                )
+            params = type(params)({**params, **mutable})
+        after = params, opt_state
         # Python's True is the default, for which nothing has to be selected.
         if valid is not True:
             after = where_step_valid(valid, after, (self.params, self.opt_state))
