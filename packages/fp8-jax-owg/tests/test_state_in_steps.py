@@ -57,6 +57,7 @@ def test_an_unused_state_is_kept_and_zero_in_gradients():
 PLAIN = {
     "a scan": (scan, 5),
     "owg.share": (lambda m: each(owg.share(m)), 5),
+    "owg.share_state": (lambda m: each(owg.share_state({"fc": {"w": jnp.ones(2), **m}})["fc"]), 5),
     "owg.gate": (
         lambda m: scan(m, jnp.float32([1, 5, np.inf, 2]), lambda c, x, m: total(c, x, owg.gate(m, x < 9))),
         5,
@@ -73,6 +74,35 @@ def test_plain_gradients_combine_what_is_shared(how):
     loss, wanted = PLAIN[how]
     meta = start(*np.shape(wanted))
     expect(owg.next_state(meta, jax.jit(jax.grad(loss))(meta)), wanted)
+
+
+def test_sharing_the_state_of_a_tree_leaves_its_parameters():
+    tree = {"w": jnp.ones(2), "fc": owg.Overwrite(start()), "rest": None}
+    shared = owg.share_state(tree)
+    np.testing.assert_array_equal(shared["w"], tree["w"])
+    assert [leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(shared)].count(False) == 1
+    expect(owg.next_state(tree, jax.grad(lambda t: each(owg.share_state(t)["fc"].value))(tree))["fc"].value, 5)
+
+
+@jax.custom_vjp
+def recorder(x, seen):
+    """An operation of a user that records the greatest |x| in a parameter that is no pair."""
+    return x
+
+
+recorder.defvjp(lambda x, seen: (x, jnp.abs(x).max()[None]), lambda amax, g: (g, owg.encode(amax)))
+
+
+@pytest.mark.parametrize(("xs", "wanted"), [(XS, 5), ([0, 0], 0), ([], 7)])
+def test_a_parameter_of_an_own_operation_records_zeros_by_encode(xs, wanted):
+    tree = {"w": jnp.float32(1), "seen": owg.Overwrite(jnp.full(1, 7, jnp.float32))}
+
+    def loss(tree):
+        body = lambda c, x: (c + recorder(x * tree["w"], owg.read(tree["seen"].value)), None)  # noqa: E731
+        return jax.lax.scan(body, jnp.float32(0), jnp.asarray(xs, jnp.float32))[0]
+
+    after = owg.apply_updates(tree, jax.jit(owg.grad(loss))(tree))["seen"].value
+    assert after.tolist() == [wanted]
 
 
 ADDED = {

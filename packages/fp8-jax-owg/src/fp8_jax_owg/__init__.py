@@ -12,10 +12,10 @@ from fp8_jax_owg.dots.conv import fp8_conv_general_dilated
 from fp8_jax_owg.dots.dot import fp8_dot_general, fp8_einsum
 from fp8_jax_owg.dots.product import Fp8Param
 from fp8_jax_owg.dots.ragged import fp8_ragged_dot
-from fp8_jax_owg.gradients import grad, value_and_grad
+from fp8_jax_owg.gradients import grad, share_state, value_and_grad
 from fp8_jax_owg.reports import report
 from fp8_jax_owg.scaling import CurrentScaling, DelayedScaling
-from fp8_jax_owg.state.cotangents import fm32, fp32_max_grad
+from fp8_jax_owg.state.cotangents import encode, fm32, fp32_max_grad
 from fp8_jax_owg.state.live import UnsharedStateWarning
 from fp8_jax_owg.state.pairs import (
     Overwrite,
@@ -59,6 +59,7 @@ __all__ = [
     "assert_fp8_dots",
     "cast_params",
     "clip_by_global_norm",
+    "encode",
     "find_collectives",
     "find_dots",
     "fm32",
@@ -89,6 +90,7 @@ __all__ = [
     "replicated",
     "report",
     "share",
+    "share_state",
     "split",
     "unmark",
     "unshare",

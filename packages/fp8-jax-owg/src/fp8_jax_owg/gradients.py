@@ -29,7 +29,8 @@ from fp8_jax_owg.state.cotangents import (
 )
 from fp8_jax_owg.state.live import in_gradient, is_at_rest, make_live, stored_scale
 from fp8_jax_owg.state.moves import arrays_alone, combining
-from fp8_jax_owg.state.pairs import find_pairs, owg_flags, take
+from fp8_jax_owg.state.pairs import find_pairs, merge, owg_flags, split, take
+from fp8_jax_owg.state.share import share
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +92,21 @@ def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: boo
     With `has_aux` it returns (gradient, aux).
     """
     return gradient_of(value_and_grad(fun, argnums, has_aux), has_aux)
+
+
+def share_state(tree: Any) -> Any:
+    """Return variables whose state several uses may share, as in a loss of `value_and_grad`; parameters stay.
+
+    For a loop under plain `jax.grad`: call it before the loop.
+
+    Args:
+        tree: Variables; state float32 or shared already.
+
+    Raises:
+        Fp8Error: An overwritten leaf is not float32.
+    """
+    parameters, state = split(tree)
+    return merge(parameters, share(state))
 
 
 def gradient_of(both: Callable[..., tuple[Any, Any]], has_aux: bool) -> Callable[..., Any]:
