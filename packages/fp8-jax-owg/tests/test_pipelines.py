@@ -282,13 +282,6 @@ def test_what_does_not_fit_is_refused(run, message):
         run()
 
 
-class Sowing(nn.Module):
-    @nn.compact
-    def __call__(self, h):
-        self.sow("intermediates", "seen", h)
-        return nn.Dense(4)(h)
-
-
 def initialized(body, *rounds):
     model, x = linen(body, 2, 3, *rounds), jnp.ones((3, 2, 4))
     return model, jax.jit(model.init)(jax.random.key(0), x), x
@@ -300,23 +293,12 @@ def test_batch_statistics_in_linen_are_refused_unless_they_are_fixed():
     model, variables, x = initialized(nn.BatchNorm(use_running_average=True), 2)
     _, after = model.apply(variables, x, mutable=["batch_stats"])
     T(np.testing.assert_array_equal, after["batch_stats"], variables["batch_stats"])
+    assert not model.apply(variables, x, mutable=["intermediates"])[1]
     changing = model.clone(body=nn.BatchNorm(use_running_average=False))
     with pytest.raises(Fp8UnsupportedError, match="batch_stats"):
         changing.apply(variables, x, mutable=["batch_stats"])
     with pytest.raises(errors.ModifyScopeVariableError, match="batch_stats"):
         changing.apply(variables, x)
-
-
-def test_sown_values_in_linen_are_refused_where_somebody_asks_for_them():
-    model, variables, x = initialized(Sowing())
-    params = {"params": variables["params"]}
-    assert model.apply(params, x).shape == x.shape
-    for mutable in (["intermediates"], True):
-        with pytest.raises(Fp8UnsupportedError, match=r"here \['intermediates'\]"):
-            model.apply(params, x, mutable=mutable)
-    model, variables, x = initialized(layer(4))
-    _, changed = model.apply(variables, x, mutable=["batch_stats", "intermediates"])
-    assert not changed
 
 
 class NnxSowing(nnx.Module):

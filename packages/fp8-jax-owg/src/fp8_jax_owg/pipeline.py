@@ -11,11 +11,12 @@ too, so that not even NaN leaves a bubble. Overwritten leaves are shared once, o
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -27,8 +28,8 @@ from fp8_jax_owg.state.share import gate, share, unshare
 
 BUBBLE = 0.0
 """What stages without work compute on."""
-Stage = Callable[[Any, Any, jax.Array | None], Any]
-"""`stage(variables, activations, key)` returns activations of the same shapes."""
+Stage = Callable[..., Any]
+"""`stage(variables, activations, key, *broadcast)` returns activations of the same shapes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,11 +79,92 @@ class PipelineOptions:
         remat: Recompute a stage's activations in the backward.
         policy: What to keep nevertheless, one of `jax.checkpoint_policies`; implies `remat`.
         stage_axis: Mesh axis that stages are sharded over; None leaves it to the compiler.
+        bf16_accum_in_fp32: Add the gradients of bfloat16 parameters over microbatches in float32.
     """
 
     remat: bool = False
     policy: Callable[..., bool] | None = None
     stage_axis: str | None = None
+    bf16_accum_in_fp32: bool = False
+
+
+class Batch(NamedTuple):
+    """How the inputs of a pipeline are divided into microbatches.
+
+    Attributes:
+        microbatches: Number of microbatches.
+        is_split: Whether inputs have the shapes [microbatches, ...] already, instead of [batch, ...].
+    """
+
+    microbatches: int
+    is_split: bool
+
+    def split(self, tree: Any, what: str) -> Any:
+        """Return a tree with leaves [microbatches, ...]; of [batch, ...] microbatch m has the rows m, m + number, ...
+
+        Args:
+            tree: Inputs.
+            what: What they are, for errors.
+
+        Raises:
+            Fp8Error: Leaves have another leading length, or a batch that does not divide into this number.
+        """
+        if self.is_split:
+            _check_leading(tree, (self.microbatches,), what, "[microbatches, ...]")
+            return tree
+        for leaf in jax.tree.leaves(tree):
+            if jnp.ndim(leaf) == 0 or leaf.shape[0] % self.microbatches:
+                raise Fp8Error(
+                    f"{what} of this pipeline must have shapes [batch, ...] with a batch that divides into "
+                    f"{self.microbatches} microbatches, got {jnp.shape(leaf)}."
+                )
+        # Rows of a microbatch lie apart, because a sharded batch would else shard the number of microbatches.
+        return jax.tree.map(lambda x: x.reshape(-1, self.microbatches, *x.shape[1:]).swapaxes(0, 1), tree)
+
+    def join(self, tree: Any) -> Any:
+        """Undo `split` of results."""
+        return tree if self.is_split else jax.tree.map(lambda y: y.swapaxes(0, 1).reshape(-1, *y.shape[2:]), tree)
+
+
+def batch_of(x: Any, microbatches: int | None, size: int | None) -> Batch:
+    """Return how inputs are divided.
+
+    Args:
+        x: Activations.
+        microbatches: Number of microbatches. Inputs of another leading length are batches.
+        size: Rows of a microbatch: inputs are batches. With neither, inputs are divided already.
+
+    Raises:
+        Fp8Error: There are no activations, or the numbers do not fit the batch.
+    """
+    shapes = list(map(jnp.shape, jax.tree.leaves(x)))
+    if not shapes or not shapes[0]:
+        raise Fp8Error("A pipeline needs activations with shapes [microbatches, ...] or [batch, ...].")
+    length = shapes[0][0]
+    if size is None:
+        known = length if microbatches is None else microbatches
+        return Batch(known, type(known) is not int or known < 1 or length == known or length % known != 0)
+    if type(size) is not int or size < 1 or length % size or microbatches not in (None, length // size):
+        raise Fp8Error(
+            f"A batch of {length} does not divide into microbatches with microbatch_size={size!r} and "
+            f"num_microbatches={microbatches!r}. Pass one of the two, a divisor of the batch."
+        )
+    return Batch(length // size, False)
+
+
+def divide(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Return the arrays of broadcast inputs that have a leading axis, and a function that puts others in their places.
+
+    Python values and scalars are the same for all microbatches, and need not be arrays.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    places = [i for i, leaf in enumerate(leaves) if getattr(leaf, "ndim", 0) > 0]
+
+    def put(arrays: Sequence[Any]) -> Any:
+        given = dict(zip(places, arrays, strict=True))
+        return structure.unflatten([given.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+    return [leaves[i] for i in places], put
 
 
 def pipeline(
@@ -93,6 +175,8 @@ def pipeline(
     options: PipelineOptions | None = None,
     *,
     key: jax.Array | None = None,
+    broadcast: Sequence[Any] = (),
+    sows: bool = False,
 ) -> Any:
     """Run microbatches through stages; equal to running them one after the other.
 
@@ -104,9 +188,12 @@ def pipeline(
         schedule: The numbers.
         options: How stages run.
         key: For stages that need random numbers; each gets one of its own for each microbatch and round.
+        broadcast: Further inputs of every stage, leaves [microbatches, ...]; a stage gets those of its microbatch.
+        sows: Whether stages return (activations, anything).
 
     Returns:
-        What the last stage returned in the last round, leaves [microbatches, ...].
+        What the last stage returned in the last round, leaves [microbatches, ...]. With `sows` also what else every
+        stage returned for every microbatch, leaves [stages, microbatches, ...] or [rounds, stages, microbatches, ...].
 
     Raises:
         Fp8Error: A leaf of `x` or `variables` has another leading length.
@@ -115,14 +202,18 @@ def pipeline(
     _check_leading(x, (schedule.microbatches,), "Activations", "[microbatches, ...]")
     lead = (schedule.stages,) if schedule.rounds == 1 else (schedule.rounds, schedule.stages)
     _check_leading(variables, lead, "Variables", "[stages, ...]" if len(lead) == 1 else "[rounds, stages, ...]")
-    refuse_explicit_axes("A pipeline", (x, variables))
+    refuse_explicit_axes("A pipeline", (x, variables, broadcast))
     leaves, structure = jax.tree.flatten(variables)
     flags = [flag or is_shared(x) for flag, x in zip(owg_flags(variables), leaves, strict=True)]
     # shared with its names, which tell pairs; None stands for parameters
     named = structure.unflatten([leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)])
     state = jax.tree.leaves(share(named))
     parameters = [leaf for leaf, flag in zip(leaves, flags, strict=True) if not flag]
-    run = _vmapped_stage(stage, structure, flags, [is_shared(x) and x.dtype for x in state], options)
+    dtypes = [jnp.result_type(p) for p in parameters]
+    if options.bf16_accum_in_fp32:
+        # Stages cast back, so the loop adds up gradients of float32.
+        parameters = [p.astype(jnp.float32) if jnp.result_type(p) == jnp.bfloat16 else p for p in parameters]
+    run = _vmapped_stage(stage, structure, flags, [is_shared(x) and x.dtype for x in state], dtypes, options)
 
     def iteration(carry: tuple[Any, Any], time: jax.Array) -> tuple[tuple[Any, Any], Any]:
         activations, stored = carry
@@ -134,16 +225,22 @@ def pipeline(
             [_choose(leaf, rounds, schedule) for leaf in unshare(state)],
             [_choose(p, rounds, schedule) for p in parameters],
         )
-        out = run(*chosen, _constrain(activations, options.stage_axis), valid, _keys(key, items))
+        numbers = jnp.clip(items % schedule.period, 0, schedule.microbatches - 1)
+        each = [jax.tree.map(functools.partial(_at, numbers=numbers), tree) for tree in broadcast]
+        activations, each = _constrain((activations, each), options.stage_axis)
+        out = run(*chosen, activations, valid, _keys(key, items), each)
+        out, sown = out if sows else (out, None)
+        _check_result(activations, out)
         last = jax.tree.map(lambda h: h[-1], out)
-        return (jax.tree.map(lambda h: jnp.roll(h, 1, axis=0), out), _store(stored, last, time, schedule)), last
+        return (jax.tree.map(lambda h: jnp.roll(h, 1, axis=0), out), _store(stored, last, time, schedule)), (last, sown)
 
     empty = _zeros(x, schedule.stages)
     stored = None if schedule.rounds == 1 else _zeros(x, schedule.period)
-    _, ys = lax.scan(iteration, (empty, stored), jnp.arange(schedule.iterations))
+    _, (ys, sown) = lax.scan(iteration, (empty, stored), jnp.arange(schedule.iterations))
     # Before that, the last stage returned bubbles and earlier rounds.
     start = schedule.period * (schedule.rounds - 1) + schedule.stages - 1
-    return jax.tree.map(lambda y: y[start : start + schedule.microbatches], ys)
+    y = jax.tree.map(lambda y: y[start : start + schedule.microbatches], ys)
+    return (y, jax.tree.map(functools.partial(_of_items, schedule=schedule), sown)) if sows else y
 
 
 def refuse_changes(before: set[int], after: Any) -> None:
@@ -161,18 +258,25 @@ def refuse_changes(before: set[int], after: Any) -> None:
         raise Fp8UnsupportedError(
             f"A pipeline does not keep what its stages change or sow, here {', '.join(changed)}. Move the layer out of "
             "the stage, use one without state of its own (LayerNorm), make it deterministic, or leave mutable= out of "
-            "apply."
+            "apply. If a stage of Linen sows it, name its collection in sown_collections."
         )
 
 
 def _vmapped_stage(
-    stage: Stage, structure: Any, flags: list[bool], shared: list[Any], options: PipelineOptions
+    stage: Stage,
+    structure: Any,
+    flags: list[bool],
+    shared: list[Any],
+    dtypes: list[Any],
+    options: PipelineOptions,
 ) -> Callable[..., Any]:
-    def one(state: list[Any], parameters: list[Any], h: Any, valid: jax.Array, key: jax.Array | None) -> Any:
+    def one(state: list[Any], parameters: list[Any], h: Any, valid: jax.Array, key: Any, each: Sequence[Any]) -> Any:
         # shared again in each stage, which may use a state more than once
         own = [share_leaf(gate(x, valid), dtype) if dtype else x for x, dtype in zip(state, shared, strict=True)]
-        values = iter(own), iter([_gate_parameter(p, valid) for p in parameters])
-        return stage(structure.unflatten([next(values[not flag]) for flag in flags]), h, key)
+        narrow = [_gate_parameter(p, valid).astype(dtype) for p, dtype in zip(parameters, dtypes, strict=True)]
+        values = iter(own), iter(narrow)
+        variables = structure.unflatten([next(values[not flag]) for flag in flags])
+        return stage(variables, h, key, *jax.tree.map(lambda leaf: _gate_parameter(leaf, valid), each))
 
     if options.remat or options.policy is not None:
         # The loop keeps XLA from merging the recomputation with the forward; barriers would only cost.
@@ -221,6 +325,18 @@ def _choose(leaf: jax.Array, rounds: jax.Array, schedule: Schedule) -> jax.Array
     return jax.vmap(lambda a, r: lax.dynamic_index_in_dim(a, r, 0, keepdims=False), in_axes=(1, 0))(leaf, rounds)
 
 
+def _at(leaf: jax.Array, *, numbers: jax.Array) -> jax.Array:
+    """Return each stage's microbatch of an input of all stages: [microbatches, ...] -> [stages, ...]."""
+    return jax.vmap(lambda i: lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False))(numbers)
+
+
+def _of_items(leaf: jax.Array, *, schedule: Schedule) -> jax.Array:
+    """Return what stages returned for items, without bubbles: [iterations, stages, ...] -> [rounds, stages, ...]."""
+    rounds, stages, numbers = np.ogrid[: schedule.rounds, : schedule.stages, : schedule.microbatches]
+    found = leaf[rounds * schedule.period + numbers + stages, stages]
+    return found if schedule.rounds > 1 else found[0]
+
+
 def _fill(h: jax.Array, *, valid: jax.Array) -> jax.Array:
     constant = jnp.asarray(BUBBLE if jnp.issubdtype(h.dtype, jnp.inexact) else 0, h.dtype)
     return jnp.where(valid.reshape(-1, *[1] * (h.ndim - 1)), h, constant)
@@ -233,6 +349,18 @@ def _constrain(activations: Any, axis: str | None) -> Any:
     return jax.tree.map(
         lambda h: lax.with_sharding_constraint(h, PartitionSpec(axis, *[free] * (h.ndim - 1))), activations
     )
+
+
+def _check_result(activations: Any, out: Any) -> None:
+    got, returned = (
+        jax.tree.map(lambda h: f"{jnp.result_type(h)}{list(h.shape[1:])}", tree) for tree in (activations, out)
+    )
+    if got != returned:
+        raise Fp8Error(
+            f"A stage of a pipeline must return activations of the shapes and dtypes that it gets, and this one gets "
+            f"{got} and returns {returned}. Keep layers that change them, such as embeddings and heads, out of the "
+            "stages, and give dtype= to layers that promote."
+        )
 
 
 def _check_leading(tree: Any, lead: tuple[int, ...], what: str, shape: str) -> None:

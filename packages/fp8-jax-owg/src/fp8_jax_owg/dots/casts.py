@@ -17,7 +17,7 @@ from fp8_common.jax.arrays import vary_alike
 from fp8_common.jax.casts import multiply_back
 from fp8_jax_owg.dots.product import as_codes, as_operand, cast_operand
 from fp8_jax_owg.scaling import DelayedScaling, ScalingChoice, Tensor, as_scaling
-from fp8_jax_owg.state.cotangents import first_order_only, like
+from fp8_jax_owg.state.cotangents import first_order_only, like, reverse_mode_only
 from fp8_jax_owg.state.live import as_live, observation, scales_of
 from fp8_jax_owg.state.pairs import Pair
 
@@ -99,7 +99,8 @@ def _run(function: Callable[..., Any], x: ArrayLike, pair: Pair, scaling: Scalin
     if not isinstance(found, DelayedScaling):
         raise Fp8Error(f"A cast with a scale and an amax history needs delayed scaling, got {found!r}.")
     live = as_live(pair, tensor)
-    return function(_Cast(found, tensor), vary_alike(as_operand(x, "The operand of a cast"), live), live)
+    with reverse_mode_only():
+        return function(_Cast(found, tensor), vary_alike(as_operand(x, "The operand of a cast"), live), live)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -21,6 +21,7 @@ from fp8_common import Fp8Error
 from fp8_common.jax.arrays import divide_nearest, vary_alike
 from fp8_common.jax.casts import cast_slices
 from fp8_jax_owg.dots.einsum import as_letters
+from fp8_jax_owg.derivatives import check_derivative
 from fp8_jax_owg.dots.product import Bilinear, Fp8Param, Kernel, as_kernel, as_operand, multiply, refuse_explicit_axes
 from fp8_jax_owg.scaling import Scaling, ScalingChoice, Tensor
 from fp8_jax_owg.state.cotangents import first_order_only
@@ -271,6 +272,7 @@ def _by_row(how: Matmul, scaling: Scaling, dtype: np.dtype, lhs: jax.Array, rhs:
 
 
 def _forward(how: Matmul, scaling: Scaling, dtype: np.dtype, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
+    check_derivative()
     lhs, rhs = first_order_only(lhs), first_order_only(rhs)
     return _by_row(how, scaling, dtype, lhs, rhs), (lhs, rhs)
 

@@ -6,7 +6,6 @@ cotangents of their live leaves.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -22,8 +21,9 @@ from fp8_common import Format, Fp8Error, Fp8UnsupportedError, ScalePolicy
 from fp8_common.jax import amax, amax_to_scale
 from fp8_common.jax.arrays import as_input, as_native, divide_nearest, vary_alike
 from fp8_common.jax.casts import cast, cast_with_amax
+from fp8_jax_owg.derivatives import check_derivative
 from fp8_jax_owg.scaling import TENSORS, CurrentScaling, DelayedScaling, Scaling, ScalingChoice, Tensor, as_scaling
-from fp8_jax_owg.state.cotangents import first_order_only, like, reverse_mode_only
+from fp8_jax_owg.state.cotangents import first_order_only, is_shared, like, reverse_mode_only
 from fp8_jax_owg.state.live import UnsharedStateWarning, as_live, observation, scales_of
 from fp8_jax_owg.state.pairs import Meta, pair_of
 
@@ -147,6 +147,12 @@ def refuse_explicit_axes(what: str, tree: Any) -> None:
 
 # ---------------------------------------------------------------- products
 
+FROZEN = (
+    "A kernel is trained and the FP8 state beside it is not: its scales stay as they are, 1 in a new model, and the "
+    "training gets worse. Differentiate both: a model of NNX with fp8_jax_owg.nnx.value_and_grad in the place of "
+    "nnx.value_and_grad, all variables of Linen with fp8_jax_owg.value_and_grad. Filter this warning if the scales are "
+    "frozen on purpose."
+)
 LiveState = dict[Tensor, jax.Array]
 """The live leaf of each tensor of a matmul; empty for current scaling."""
 
@@ -227,7 +233,8 @@ def multiply(
     found, live = match_state(meta, scaling, tensors)
     result = np.dtype(lhs.dtype if dtype is None else dtype)
     if found.by_row:
-        return how.by_row(lhs, rhs, found, result)
+        with reverse_mode_only():
+            return how.by_row(lhs, rhs, found, result)
     dtypes = lhs.dtype, rhs.gradient.dtype if isinstance(rhs, Fp8Param) else rhs.dtype
     product = Product(how=how, scaling=found, tensors=tensors, dtype=result, operand_dtypes=dtypes)
     lhs, rhs, extra = vary_alike((lhs, rhs, extra), live)
@@ -324,14 +331,10 @@ def _forward_rule(product: Product, lhs: Any, rhs: Any, extra: Any, live: Any) -
     def trained(tree: Any) -> bool:
         return any(leaf.perturbed for leaf in jax.tree.leaves(tree, is_leaf=has_flag))
 
-    if trained(rhs) and live and not trained(live):
-        warnings.warn(
-            "A kernel is trained and the FP8 state beside it is not, so its scales stay as they are. Differentiate "
-            "both: the whole variables of Linen with fp8_jax_owg.value_and_grad, a model of NNX with "
-            "fp8_jax_owg.nnx.value_and_grad. Nothing is wrong if the state is meant to stay.",
-            UnsharedStateWarning,
-            stacklevel=2,
-        )
+    frozen = trained(rhs) and live and not trained(live)
+    # `fp8_jax_owg.value_and_grad`, which shares the state, needs no check.
+    if frozen or not any(is_shared(leaf.value) for leaf in jax.tree.leaves(live, is_leaf=has_flag)):
+        check_derivative(FROZEN if frozen else "", UnsharedStateWarning)
     values = jax.tree.map(lambda leaf: leaf.value, (lhs, rhs, extra, live), is_leaf=has_flag)
     return _forward(product, *values)
 

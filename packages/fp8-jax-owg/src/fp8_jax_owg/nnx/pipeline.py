@@ -3,13 +3,14 @@
 Which variables are overwritten with their gradient, their type tells: `OverwriteWithGradient`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 
-from fp8_jax_owg.pipeline import PipelineOptions, Schedule, pipeline, refuse_changes
+from fp8_jax_owg.pipeline import PipelineOptions, Schedule, batch_of, divide, pipeline, refuse_changes
 
 
 class LayerwiseShardablePipelined(nnx.Module):
@@ -27,50 +28,64 @@ class LayerwiseShardablePipelined(nnx.Module):
         self,
         make_stage: Callable[[nnx.Rngs], nnx.Module],
         num_stages: int,
-        num_microbatches: int,
+        num_microbatches: int | None = None,
         *,
         rngs: nnx.Rngs,
         circular_repeat: int = 1,
         options: PipelineOptions | None = None,
+        microbatch_size: int | None = None,
     ) -> None:
         """Make the stages.
 
         Args:
-            make_stage: Returns one stage; called with activations, it returns activations of the same shapes.
+            make_stage: Returns one stage; called with activations and broadcast inputs, it returns activations of the
+                same shapes and dtypes.
             num_stages: Number of stages.
-            num_microbatches: Number of microbatches.
+            num_microbatches: Number of microbatches. Inputs with this leading length are divided already; a batch of
+                another length is divided into this number. None takes the leading length of inputs that are divided.
             rngs: For the initializers; every stage draws its own.
             circular_repeat: How often a microbatch goes through all stages, with other variables in each round.
             options: How stages run.
+            microbatch_size: Rows of a microbatch: inputs are batches, and are divided.
 
         Raises:
             Fp8Error: A number is below 1.
         """
-        self.schedule = Schedule(stages=num_stages, microbatches=num_microbatches, rounds=circular_repeat)
+        number = 1 if num_microbatches is None else num_microbatches
+        self.schedule = Schedule(stages=num_stages, microbatches=number, rounds=circular_repeat)
+        self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
         self.options = options or PipelineOptions()
         make = _stack(make_stage, num_stages)
         self.stages = (_stack(make, circular_repeat) if circular_repeat > 1 else make)(rngs)
 
-    def __call__(self, x: Any) -> Any:
-        """Return what the last stage returns.
+    def __call__(self, x: Any, *broadcast_inputs: Any, **broadcast_kwargs: Any) -> Any:
+        """Return what the last stage returns, divided into microbatches if `x` is.
 
         Args:
-            x: Activations, a tree with leaves [num_microbatches, ...].
+            x: Activations, a tree with leaves [num_microbatches, ...] or [batch, ...].
+            *broadcast_inputs: Further inputs of every stage, divided as `x` is: masks, segment ids, paddings. A stage
+                gets those of its microbatch. Scalars and Python values are the same for all.
+            **broadcast_kwargs: The same by name.
 
         Raises:
-            Fp8Error: The leading length is another.
+            Fp8Error: Shapes do not fit.
             Fp8UnsupportedError: The stage changes variables.
         """
+        batch = batch_of(x, self.num_microbatches, self.microbatch_size)
+        schedule = dataclasses.replace(self.schedule, microbatches=batch.microbatches)
+        arrays, rebuild = divide((broadcast_inputs, broadcast_kwargs))
         graph, state = nnx.split(self.stages)
 
-        def stage(state: Any, h: Any, key: jax.Array | None) -> Any:
+        def stage(state: Any, h: Any, key: jax.Array | None, arrays: list[Any]) -> Any:
             before = set(map(id, jax.tree.leaves(state)))
             module = nnx.merge(graph, state)
-            out = module(h)
+            args, kwargs = rebuild(arrays)
+            out = module(h, *args, **kwargs)
             refuse_changes(before, nnx.state(module))
             return out
 
-        return pipeline(stage, state, x, self.schedule, self.options)
+        x, arrays = batch.split(x, "Activations"), batch.split(arrays, "Broadcast inputs")
+        return batch.join(pipeline(stage, state, x, schedule, self.options, broadcast=(arrays,)))
 
 
 def _stack(make: Callable[[nnx.Rngs], nnx.Module], size: int) -> Callable[[nnx.Rngs], nnx.Module]:

@@ -1,0 +1,59 @@
+"""Checks of the call that takes a derivative: a warning at the user's line, once in each call, and `jax.linearize`."""
+
+import inspect
+import warnings
+from types import FrameType
+
+from fp8_common import Fp8UnsupportedError
+
+REVERSE_MODE_ONLY = (
+    "An FP8 matmul has reverse-mode derivatives only, and jax.jvp, jax.jacfwd or jax.linearize was asked for. "
+    "Use jax.vjp, jax.grad or jax.jacrev, or compute forward-mode derivatives with the layers in bfloat16."
+)
+LIBRARIES = ("jax", "flax", "equinox", "keras", "fp8_jax_owg", "contextlib", "functools")
+"""Packages whose lines are not the user's."""
+TRANSFORMS = ("vjp", "linearize")
+"""Functions of `jax._src.api` that take a derivative; all other reverse-mode transforms call `vjp`."""
+
+
+def check_derivative(warning: str = "", category: type[Warning] = UserWarning) -> None:
+    """Check, in a forward rule, who takes the derivative.
+
+    Args:
+        warning: What to warn of, if anything, at the line that takes the derivative; once for each call of JAX.
+        category: The class of the warning.
+
+    Raises:
+        Fp8UnsupportedError: `jax.linearize` does, whose result could not be called.
+    """
+    here = transform = inspect.currentframe()
+    while transform is not None and not _takes_a_derivative(transform):
+        transform = transform.f_back
+    if transform is not None and transform.f_code.co_name == "linearize":
+        raise Fp8UnsupportedError(REVERSE_MODE_ONLY)
+    user = transform or here
+    while user is not None and user.f_back is not None and _package(user) in LIBRARIES:
+        user = user.f_back
+    if not warning or user is None:
+        return
+    if transform is not None:
+        # A key beside the variables of a frame stays as long as the call runs. Python's own record of warnings does
+        # not do: JAX changes the filters while it traces, which clears it.
+        said = transform.f_locals.setdefault("warnings of fp8_jax_owg", set())
+        if warning in said:
+            return
+        said.add(warning)
+    registry = user.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(warning, category, user.f_code.co_filename, user.f_lineno, _module(user), registry)
+
+
+def _takes_a_derivative(frame: FrameType) -> bool:
+    return frame.f_code.co_name in TRANSFORMS and _module(frame) == "jax._src.api"
+
+
+def _package(frame: FrameType) -> str:
+    return _module(frame).partition(".")[0]
+
+
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "")
