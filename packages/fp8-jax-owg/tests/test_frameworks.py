@@ -216,8 +216,12 @@ def test_a_pipeline_that_converts_its_state_to_the_dtype_of_flax():
 
 def test_the_stock_gradient_of_nnx_warns_unless_it_is_asked_for_the_state():
     loss = lambda model: model(inputs()[1])  # noqa: E731
-    with pytest.warns(owg.UnsharedStateWarning, match=r"is trained and.*is not.*fp8_jax_owg.nnx.value_and_grad"):
+    with pytest.warns(
+        owg.UnsharedStateWarning, match=r"is trained and.*is not.*fp8_jax_owg.nnx.value_and_grad"
+    ) as seen:
         jax.eval_shape(nnx.value_and_grad(loss), Model())
+    assert [one.filename for one in seen] == [__file__]
+    assert "loses accuracy" in str(seen[0].message)
     _, grads = nnx.jit(nnx.value_and_grad(loss, argnums=nnx.DiffState(0, BOTH)))(Model())
     assert newest(nnx.to_pure_dict(grads)) == 5
 

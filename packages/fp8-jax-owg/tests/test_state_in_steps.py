@@ -1,6 +1,8 @@
 """State in a step: where it may stand in arguments and gradients, and what is refused or only warned about."""
 
 import functools
+import inspect
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -137,7 +139,16 @@ SECOND = {
     "gradient inside the loss": (lambda w: owg.grad(lambda w: jax.grad(product)(variables(w))["w"].sum())(w), "first"),
     "gradient of all": (lambda w: jax.grad(lambda t: owg.grad(product)(t)["w"].sum())(variables(w)), "first"),
     "forward mode": (lambda w: jax.jvp(product, (variables(w),), (variables(w),)), "reverse-mode"),
+    "forward mode of rows": (lambda w: jax.jvp(by_row, (w,), (w,)), "reverse-mode"),
+    "forward mode of a cast": (lambda w: jax.jvp(lambda x: use(x, start()), (w,), (w,)), "reverse-mode"),
+    "linearize": (lambda w: jax.linearize(product, variables(w)), "reverse-mode"),
+    "linearize of the input": (lambda w: jax.linearize(lambda x: product(variables(w), x), w), "reverse-mode"),
+    "linearize of rows": (lambda w: jax.linearize(by_row, w), "reverse-mode"),
 }
+
+
+def by_row(w):
+    return owg.fp8_dot_general(w, w, MATMUL, scaling=owg.CurrentScaling(granularity="row")).sum()
 
 
 @pytest.mark.parametrize("how", SECOND)
@@ -145,6 +156,39 @@ def test_derivatives_that_do_not_exist_are_refused_in_one_sentence(how):
     run, kind = SECOND[how]
     with pytest.raises(Fp8Error, match=f"has {kind} derivatives only"):
         run(jnp.eye(2))
+
+
+def test_linearize_beside_an_fp8_matmul_is_right():
+    """A matmul that is not differentiated is no obstacle."""
+    value, tangent_of = jax.linearize(lambda x: product(variables()) * x, jnp.float32(3))
+    assert (value, tangent_of(jnp.float32(1))) == (3 * product(variables()), product(variables()))
+
+
+def two_layers(tree):
+    first, second = tree
+    return product(first) + jax.jit(product)(second) + jax.checkpoint(product)(first)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jacrev"])
+@pytest.mark.parametrize("jit", [True, False])
+def test_plain_gradients_warn_once_in_each_call_at_the_line_of_the_call(transform, jit):
+    """And name what keeps the state from the optimizer: optax alone makes the next step NaN."""
+    run = getattr(jax, transform)
+
+    def call(tree):
+        return run(two_layers, tree) if transform == "vjp" else run(two_layers)(tree)  # this line
+
+    def traced(tree):
+        return jax.make_jaxpr(lambda tree: jax.tree.leaves(call(tree)))(tree) if jit else call(tree)
+
+    (line,) = [i for i, text in enumerate(inspect.getsource(call).splitlines()) if "this line" in text]
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            traced((variables(), variables()))
+        (one,) = [w for w in caught if w.category is owg.UnsharedStateWarning]
+        assert (one.filename, one.lineno) == (__file__, call.__code__.co_firstlineno + line)
+        assert all(name in str(one.message) for name in ("value_and_grad", "TrainState", "bypass_owg"))
 
 
 def test_examples_of_a_vmapped_gradient_keep_what_they_see():

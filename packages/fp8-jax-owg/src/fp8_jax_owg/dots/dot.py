@@ -20,8 +20,8 @@ from jax.typing import ArrayLike, DTypeLike
 from fp8_common import Fp8Error
 from fp8_common.jax.arrays import divide_nearest, vary_alike
 from fp8_common.jax.casts import cast_slices
-from fp8_jax_owg.dots.einsum import as_letters
 from fp8_jax_owg.derivatives import check_derivative
+from fp8_jax_owg.dots.einsum import as_letters
 from fp8_jax_owg.dots.product import Bilinear, Fp8Param, Kernel, as_kernel, as_operand, multiply, refuse_explicit_axes
 from fp8_jax_owg.scaling import Scaling, ScalingChoice, Tensor
 from fp8_jax_owg.state.cotangents import first_order_only

@@ -148,10 +148,10 @@ def refuse_explicit_axes(what: str, tree: Any) -> None:
 # ---------------------------------------------------------------- products
 
 FROZEN = (
-    "A kernel is trained and the FP8 state beside it is not: its scales stay as they are, 1 in a new model, and the "
-    "training gets worse. Differentiate both: a model of NNX with fp8_jax_owg.nnx.value_and_grad in the place of "
-    "nnx.value_and_grad, all variables of Linen with fp8_jax_owg.value_and_grad. Filter this warning if the scales are "
-    "frozen on purpose."
+    "A kernel is trained and the FP8 state beside it is not: its scales never change, and FP8 training with the scales "
+    "of a new model, all 1, loses accuracy. Differentiate both: a model of NNX with fp8_jax_owg.nnx.value_and_grad, "
+    "not nnx.value_and_grad; all variables of Linen with fp8_jax_owg.value_and_grad. Filter this warning if the scales "
+    "are frozen on purpose."
 )
 LiveState = dict[Tensor, jax.Array]
 """The live leaf of each tensor of a matmul; empty for current scaling."""

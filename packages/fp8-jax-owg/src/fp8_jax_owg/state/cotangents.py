@@ -42,6 +42,7 @@ from jax.custom_batching import custom_vmap
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_common.jax.arrays import SIGN_MASK, flipped, float_key, from_bits, to_bits, varying_axes
+from fp8_jax_owg.derivatives import REVERSE_MODE_ONLY
 
 try:
     from jax._src import ad_util, core, dtypes, earray, sharding_impls
@@ -388,10 +389,7 @@ def reverse_mode_only() -> Iterator[None]:
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
-        raise Fp8UnsupportedError(
-            "An FP8 matmul has reverse-mode derivatives only, and jax.jvp, jax.jacfwd or jax.linearize was asked for. "
-            "Use jax.vjp, jax.grad or jax.jacrev, or compute forward-mode derivatives with the layers in bfloat16."
-        ) from error
+        raise Fp8UnsupportedError(REVERSE_MODE_ONLY) from error
 
 
 # ---------------------------------------------------------------- examples and devices

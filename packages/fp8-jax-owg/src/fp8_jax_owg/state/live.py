@@ -16,7 +16,6 @@ history; it is called once per step of the optimizer, by `apply_updates`, and hi
 """
 
 import enum
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from jax import lax
 
 from fp8_common import CANONICAL, E4M3, E5M2, Format, Fp8Error
 from fp8_common.jax.arrays import NAN_KEY, divide_nearest, float_key, from_bits, to_bits, varying_axes
+from fp8_jax_owg.derivatives import check_derivative
 from fp8_jax_owg.scaling import DelayedScaling, Scaling, Tensor
 from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.cotangents import (
@@ -78,6 +78,15 @@ CONSTANT_PLACES = np.array([CANARY.view(np.int32)] + [NOT_OBSERVED_BITS] * (WIDT
 NAN_BITS = np.int32(NAN_KEY)
 LOWEST_UNSOUND, MINUS_INFINITY = np.int32(-(2**31) + 2 * 0x00800000), np.float32(-np.inf).view(np.int32)
 """Between these lie the bits of finite negative numbers from the binade above that of encoded zeros on."""
+
+
+PLAIN = (
+    "FP8 state is differentiated by plain jax.grad, which adds up what several uses of one state observe: in a loop, "
+    "a pipeline, a layer that is called twice. Take fp8_jax_owg.value_and_grad, which combines it by MAX. An optimizer "
+    "must not see the state, or the next step is NaN: use fp8_jax_owg.linen.TrainState, or "
+    "fp8_jax_owg.optax.bypass_owg(tx) with fp8_jax_owg.apply_updates."
+)
+"""What plain gradients of state are told."""
 
 
 class UnsharedStateWarning(UserWarning):
@@ -357,13 +366,7 @@ def live_at_rest(shared: bool, scale: jax.Array, history: jax.Array) -> jax.Arra
 def _rest_forward(shared: bool, scale: Any, history: Any) -> tuple[jax.Array, Pair]:
     # with symbolic_zeros=True each argument tells beside its value whether it has a tangent
     if not shared and (scale.perturbed or history.perturbed):
-        warnings.warn(
-            "FP8 state is differentiated by plain jax.grad, which adds up what several uses of one state observe: in "
-            "a loop, a pipeline, a layer that is called twice. Take fp8_jax_owg.value_and_grad, which combines it by "
-            "MAX.",
-            UnsharedStateWarning,
-            stacklevel=2,
-        )
+        check_derivative(PLAIN, UnsharedStateWarning)
     pair = Pair(scale.value, history.value)
     return live_at_rest(shared, *pair), pair
 
