@@ -63,31 +63,30 @@ class _Converted(nn.Module):
         decided: dict[str, str] = {}  # why a layer is left out; empty if it is converted
 
         def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-            row = next((row for row in OPERATIONS if isinstance(context.module, row[0])), None)
-            method = context.method_name
-            supported = row is not None and method == "__call__"
-            if not supported and not any(isinstance(context.module, kind) and method == m for kind, m in UNSUPPORTED):
+            module, method = context.module, context.method_name
+            row = next((row for row in OPERATIONS if isinstance(module, row[0]) and method == "__call__"), None)
+            if row is None and not any(isinstance(module, kind) and method == name for kind, name in UNSUPPORTED):
                 return call(*args, **kwargs)
             # layers that were attributes before `setup` ran have the name of the attribute in front, others have not
-            names = context.module.path[len(self.path) :]
+            names = module.path[len(self.path) :]
             name = ".".join(names[1:] if names[:1] == ("converted_module",) else names)
-            scaling = self._scaling_of(context.module, name)
-            decided[name] = ""
+            scaling = self._scaling_of(module, name)
             if scaling is None:
                 decided[name] = "by the rules"
-            elif not supported:
-                decided[name] = f"{type(context.module).__name__} has no FP8 matmul here"
+            elif row is None:
+                decided[name] = f"{type(module).__name__} has no FP8 matmul here"
             # A product that the user has given the layer, under either name that flax has for it, stays.
-            elif any(getattr(context.module, f"{row[1]}{end}", None) for end in ("", "_cls")):
+            elif any(getattr(module, f"{row[1]}{end}", None) for end in ("", "_cls")):
                 decided[name] = "it has a matmul of its own"
-            if decided[name]:
-                return call(*args, **kwargs)
-            # set like this, because flax freezes attributes outside of `setup`
-            object.__setattr__(context.module, f"{row[1]}_cls", _Make(row[2], scaling))
-            try:
-                return call(*args, **kwargs)
-            finally:
-                object.__setattr__(context.module, f"{row[1]}_cls", None)
+            else:
+                decided[name] = ""
+                # set like this, because flax freezes attributes outside of `setup`
+                object.__setattr__(module, f"{row[1]}_cls", _Make(row[2], scaling))
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    object.__setattr__(module, f"{row[1]}_cls", None)
+            return call(*args, **kwargs)
 
         with nn.intercept_methods(intercept):
             result = self.converted_module(*args, **kwargs)

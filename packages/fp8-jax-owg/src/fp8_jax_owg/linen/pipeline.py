@@ -129,7 +129,9 @@ class LayerwiseShardablePipelined(nn.Module):
         )
 
     def _run(self, x: Any, arrays: list[Any], rebuild: Callable[..., Any], schedule: Schedule) -> Any:
-        body, variables = self.body.unbind()
+        bound: Any = self.body
+        scope: Any = self.scope
+        body, variables = bound.unbind()
         variables = {name: tree for name, tree in variables.items() if name not in self.sown_collections}
         axes = (ROUND, STAGE) if schedule.rounds > 1 else (STAGE,)
         for name in axes:
@@ -139,7 +141,7 @@ class LayerwiseShardablePipelined(nn.Module):
         key = self.make_rng(drawn[0]) if drawn else None
         # What a stage changes besides is refused, not dropped.
         fixed = ["params", COLLECTION, *(self.sown_collections if self.is_initializing() else ())]
-        mutable = subtract_filters(self.scope.mutable, fixed)
+        mutable = subtract_filters(scope.mutable, fixed)
 
         def stage(variables: Mapping[str, Any], h: Any, key: jax.Array | None, arrays: list[Any]) -> Any:
             rngs = {} if key is None else dict(zip(drawn, jax.random.split(key, len(drawn)), strict=True))
@@ -162,7 +164,7 @@ class LayerwiseShardablePipelined(nn.Module):
             refuse_layers_of_flax(error)
             raise
         for name, tree in sown.items():
-            self.put_variable(name, self.body.name, tree)
+            self.put_variable(name, bound.name, tree)
         return y
 
 
