@@ -23,7 +23,7 @@ LOSSES = ("losses", "aux")
 
 def stage(dense, h, mask, bias, factor):
     """One FP8 layer whose result a mask, a bias of this microbatch and a factor of all change."""
-    return jnp.where(mask[:, None], jnp.tanh(dense(h)), h) * factor + bias["b"]
+    return jnp.where(mask[:, None], jnp.tanh(dense(h)), h) * factor * (1 + bias["b"])
 
 
 class LinenStage(nn.Module):
