@@ -84,11 +84,12 @@ def body(variables):
 
 def unrolled(one, variables, x, mask, bias, *, places, **kwargs):
     """Each microbatch through one stage after the other."""
+    layers = [T(lambda a: a[place], variables) for place in places]  # noqa: B023
     results = []
     for m in range(x.shape[0]):
         h = x[m]
-        for place in places:
-            h = one(T(lambda a: a[place], variables), h, mask[m], {"b": bias["b"][m]}, **kwargs)  # noqa: B023
+        for layer in layers:
+            h = one(layer, h, mask[m], {"b": bias["b"][m]}, **kwargs)
         results.append(h)
     return jnp.stack(results)
 
@@ -136,11 +137,12 @@ def test_a_loss_that_stages_sow_is_that_of_every_stage_and_microbatch(rounds, re
 
     def twin(variables):
         total, found = 0.0, np.zeros((rounds, stages, count)).tolist()
+        place = lambda r, s: s if rounds == 1 else (r, s)  # noqa: E731
+        layers = {(r, s): T(lambda a: a[place(r, s)], body(variables)) for r, s in np.ndindex(rounds, stages)}  # noqa: B023
         for m in range(count):
             h = x[m]
             for r, s in np.ndindex(rounds, stages):
-                one = T(lambda a: a[s if rounds == 1 else (r, s)], body(variables))  # noqa: B023
-                h, sown = LinenStage().apply(one, h, mask[m], {"b": bias["b"][m]}, mutable=["losses"])
+                h, sown = LinenStage().apply(layers[r, s], h, mask[m], {"b": bias["b"][m]}, mutable=["losses"])
                 found[r][s][m] = sown["losses"]["aux"][0]
                 total += found[r][s][m]
             total += (h**2).sum()
