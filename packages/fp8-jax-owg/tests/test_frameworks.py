@@ -18,6 +18,7 @@ import fp8_jax_owg as owg
 from fp8_common import Fp8Error
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
+from fp8_jax_owg.state.cotangents import fp8_state
 from tests.helpers import jax_layers
 from tests.helpers.jax_layers import BOTH, COLLECTION, SCALING, SEEN, T, newest
 
@@ -259,3 +260,24 @@ def test_a_matmul_of_two_activations_differentiates_with_frozen_state():
     variables = einsum.init(jax.random.key(0), "bsd,btd->bst", q, q)
     gradient = jax.grad(lambda q: einsum.apply(variables, "bsd,btd->bst", q, q).sum())(q)
     np.testing.assert_array_equal(gradient, jnp.full_like(q, 4))
+
+
+class OwnParameters(nn.Module):
+    """A layer that declares its state by `self.param`, as every layer of praxis does."""
+
+    @nn.compact
+    def __call__(self, x):
+        meta = {name: self.param(name, lambda _, leaf=leaf: leaf) for name, leaf in owg.init_meta(SCALING).items()}
+        return owg.fp8_einsum("bi,io->bo", x, self.param("w", lambda _: jnp.eye(2)), meta=meta, scaling=SCALING)
+
+
+def test_state_may_be_declared_as_parameters():
+    x = jnp.float32([[1, 5], [3, 2]])
+    variables = OwnParameters().init(jax.random.key(0), x)
+    assert newest(jax_layers.after(lambda v: OwnParameters().apply(v, x).sum(), variables)) == 5
+
+
+def test_live_state_equals_the_dtype_of_flax_and_no_other():
+    assert fp8_state == fp8_ops.fm32
+    assert fp8_ops.fm32 == fp8_state
+    assert fp8_state != owg.fp32_max_grad

@@ -60,6 +60,7 @@ COMPUTES_WITH_STATE = (
     "dtype is floating (jnp.issubdtype(x.dtype, jnp.floating)), or with fp8_jax_owg.cast_params. Select the state of "
     'a layer by state[i] or jnp.take(..., mode="clip"), and log it with fp8_jax_owg.read.'
 )
+FLOAT32 = np.dtype("float32")
 NOT_OBSERVED = np.float32(-np.inf)
 NOT_OBSERVED_BITS = int(NOT_OBSERVED.view(np.int32))
 INFINITY_KEY, SMALLEST_NORMAL_KEY = np.int32(0x7F800000), np.int32(0x00800000)
@@ -184,7 +185,7 @@ class MaxGradRules:
             raise Fp8Error(COMPUTES_WITH_STATE)
         # All bits set sort below -inf, so as a cotangent nothing is observed. As a value, which a loss may have made by
         # `zeros_like`, it is NaN, and so are the results of a matmul that reads it.
-        return lax.convert_element_type(lax.full((*shape, *dtype.element), -1, dtype.representation), dtype)
+        return lax.convert_element_type(lax.full((*shape, *dtype.element), -1, np.int32), dtype)
 
     @staticmethod
     def global_sharded_result_handler(aval: Any, sharding: Any, committed: bool) -> Callable[[Any], Any]:
@@ -204,12 +205,18 @@ class MaxGradDType(dtypes.ExtendedDType):
     dtypes to find out that a state is shared, and ours take what their loops have shared. They do not equal each other.
 
     Attributes:
-        float_dtype: float32.
+        name: For JAX and people.
+        representation: The dtype of an element for XLA. No cast of floats reaches an element of int32.
         element: The shape of one element for XLA.
+        itemsize: Bytes of one element.
+        float_dtype: The name by which the dtypes of flax and praxis are found.
     """
 
-    float_dtype: Any
-    element: tuple[int, ...] = ()
+    name: str
+    representation: Any
+    element: tuple[int, ...]
+    itemsize: int
+    float_dtype: Any = FLOAT32
     # JAX reads both under these names. `type` hides the builtin for the rest of the class body only.
     _rules: type = MaxGradRules
     type: type = max_grad
@@ -221,31 +228,22 @@ class MaxGradDType(dtypes.ExtendedDType):
         same = hasattr(other, "_rules") and getattr(other, "float_dtype", None) == self.float_dtype
         return same and getattr(other, "element", self.element) == self.element
 
-    def __hash__(self) -> int:
-        # The hash of flax's dtype is another one: sets and dictionaries keep the two apart, only `==` does not.
-        return hash((max_grad, "float32", self.element))
+    # Not the hash of flax's dtype: sets and dictionaries keep the two apart, only `==` does not.
+    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        return "fp8_state" if self.element else "fp32_max_grad"
+        return self.name
 
-    name = property(__repr__)
-
-    @property
-    def representation(self) -> Any:
-        """The dtype of an element for XLA."""
-        return jnp.dtype("int32") if self.element else self.float_dtype
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return 4 * int(np.prod(self.element, dtype=int))
+    def __reduce__(self) -> str:
+        # a copy is the same object
+        return self.name
 
 
-fp32_max_grad = MaxGradDType(jnp.dtype("float32"))
+fp32_max_grad = MaxGradDType("fp32_max_grad", jnp.dtype("float32"), (), 4)
 """float32 whose cotangents are combined by MAX; "not used" is -inf."""
 fm32 = fp32_max_grad
 """The short name that flax and praxis use."""
-fp8_state = MaxGradDType(jnp.dtype("float32"), (7,))
+fp8_state = MaxGradDType("fp8_state", jnp.dtype("int32"), (7,), 28)
 """Live leaves, see `fp8_jax_owg.state.live`."""
 
 
@@ -253,7 +251,7 @@ def values_of(x: jax.Array) -> jax.Array:
     """Return an array [...] of a shared dtype as float32 [..., *element]; no derivative."""
     dtype: Any = x.dtype
     if getattr(dtype, "element", ()):
-        return from_bits(lax.convert_element_type(x, dtype.representation))
+        return from_bits(lax.convert_element_type(x, np.int32))
     return lax.convert_element_type(x, np.float32)
 
 
@@ -324,13 +322,16 @@ def check_float32(x: Any) -> Any:
 
 def from_numbers(numbers: jax.Array, dtype: Any = fp8_state) -> jax.Array:
     """Return the numbers of live leaves, float32 [..., 7], as [..., 1] of `fp8_state`; no derivative."""
-    element = getattr(dtype, "element", ())
-    return from_values(lax.expand_dims(numbers, (numbers.ndim - 1,)) if element else numbers, dtype)
+    if getattr(dtype, "element", ()):
+        numbers = lax.expand_dims(to_bits(numbers), (numbers.ndim - 1,))
+    return lax.convert_element_type(numbers, dtype)
 
 
 def numbers_of(x: jax.Array) -> jax.Array:
     """Undo `from_numbers`; float32 stays."""
-    return lax.squeeze(values_of(x), (x.ndim - 1,)) if is_state(x) else values_of(x)
+    if getattr(x.dtype, "element", ()):
+        return from_bits(lax.squeeze(lax.convert_element_type(x, np.int32), (x.ndim - 1,)))
+    return lax.convert_element_type(x, np.float32)
 
 
 # Rules of their own, because here cotangents leave the dtype, and JAX adds from there on: encoded, a zero of autodiff
