@@ -19,8 +19,8 @@ import torch
 from benchmarks.modelled.record import Kernel, Step, Traffic, recording
 from fp8_common.torch._operators import NAMESPACE
 
-KERNEL = re.compile(r"async_compile\.triton\('\w+', '''(?P<source>.*?)'''", re.DOTALL)
-"""A Triton kernel in the code that Inductor writes."""
+KERNEL = re.compile(r"async_compile\.triton\('(?P<name>triton_\w+)', '''(?P<source>.*?)'''", re.DOTALL)
+"""A Triton kernel that Inductor wrote, in its code; those of this project have other names."""
 
 
 @contextlib.contextmanager
@@ -84,10 +84,14 @@ def _accesses(graph: Any, node: Any, accounted: set[str]) -> Traffic:
 
 
 def _add_extern(node: Any, moved: Traffic, step: Step) -> None:
-    """Add an operator that Inductor calls: what an opaque one launches, or the one launch of another."""
+    """Add what Inductor calls: one of our kernels, what an opaque operator launches, or the one launch of another."""
+    from torch._inductor.ir import UserDefinedTritonKernel
     from torch._inductor.virtualized import V
     from torch._library.custom_ops import OPDEFS
 
+    if isinstance(node, UserDefinedTritonKernel):
+        step.kernels.append(_launched(node))
+        return
     overload = getattr(node, "op_overload", None)
     origin = node.get_origin_node() or next(n for n in node.get_origins() if n.target is overload)
     args, kwargs = torch.fx.node.map_arg((origin.args, origin.kwargs), lambda n: n.meta["val"])
@@ -101,6 +105,17 @@ def _add_extern(node: Any, moved: Traffic, step: Step) -> None:
         opaque._init_fn(*args, **kwargs)
 
 
+def _launched(node: Any) -> Kernel:
+    """Return the launch of a kernel that Inductor sees: every argument travels once."""
+    name = node.get_kernel_and_metadata()[0].__name__.removesuffix("_kernel")
+    written, moved = {argument.get_name() for argument in node.mutable_args}, Counter()
+    for argument in node.inputs:
+        way, elements = "write" if argument.get_name() in written else "read", int(argument.get_numel())
+        if name != "clear_rows" or way == "read":  # writes rows of no group alone, as in `Recorder.launch`
+            moved[way, elements] += elements * argument.get_dtype().itemsize
+    return Kernel(f"fp8_common {name}", dict(moved))
+
+
 def _left_out(graph: Any, code: str, accounted: set[str]) -> tuple[int, int]:
     """Return the bytes that the kernels of a graph store unaccounted, and those that they read again.
 
@@ -108,9 +123,9 @@ def _left_out(graph: Any, code: str, accounted: set[str]) -> tuple[int, int]:
     stored, and loaded again where the pointer says so. And what loops down columns load twice, no cache serves: the
     columns of all programs at once exceed the L2 cache.
     """
-    sources = dict(re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.DOTALL))
+    sources = dict(KERNEL.findall(code))
     stored = read_again = 0
-    for name, call in re.findall(r"(\w+)\.run\((.*?), stream", code):
+    for name, call in re.findall(r"\b(triton_\w+)\.run\((.*?), stream", code):
         signature = re.search(r"'signature': \{(.*?)\}", sources[name])
         pointers = re.findall(r"'(\w+)': '\*", signature[1] if signature else "")
         loops = sources[name].split("for r0_offset")[1:]

@@ -26,7 +26,7 @@ def written_bytes(code: str) -> int:
 
     A pointer "in_out" is loaded and stored. What opaque operators, matmuls and attention move is not counted.
     """
-    kernels = dict(re.findall(r"(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", code, re.DOTALL))
+    kernels = dict(re.findall(r"(triton_\w+) = async_compile\.triton\('\w+', '''(.*?)'''", code, re.DOTALL))
     elements: dict[str, int] = {}
     total = 0
     for line in map(str.strip, code[code.index("def call(") :].splitlines()):

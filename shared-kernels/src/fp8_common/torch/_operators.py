@@ -1,7 +1,8 @@
 """`operator`: a function that a compiler sees as one operator `torch.ops.fp8_common.*`.
 
-Operators are opaque to compilers, so compiled and eager results are the same bits. An operator's schema has no place
-for dataclasses: formats travel as names, policies as strings (`policy_key`). None has a derivative.
+Operators end in the code of eager mode, so compiled and eager results are the same bits. Those that only launch kernels
+are opaque on CPUs alone: compilers of GPUs see their launches. An operator's schema has no place for dataclasses:
+formats travel as names, policies as strings (`policy_key`). None has a derivative.
 """
 
 import dataclasses
@@ -12,14 +13,17 @@ from typing import Any, TypeVar
 import torch
 
 from fp8_common.policy import ScalePolicy
-from fp8_common.torch.compat import constant_of_record
+from fp8_common.torch._triton import shown
+from fp8_common.torch.compat import constant_of_record, decompose
 
 NAMESPACE = "fp8_common"
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def operator(fake: Callable[..., Any], mutates: Iterable[str] = ()) -> Callable[[_Function], _Function]:
+def operator(
+    fake: Callable[..., Any], mutates: Iterable[str] = (), *, launches: bool = False
+) -> Callable[[_Function], _Function]:
     """Return a decorator: eager mode calls the function itself, a compiler the operator of its name without "_op".
 
     A direct call saves the operator's overhead, which is several times the work on small tensors.
@@ -27,12 +31,15 @@ def operator(fake: Callable[..., Any], mutates: Iterable[str] = ()) -> Callable[
     Args:
         fake: The same function without data: what it returns has the shapes, dtypes and strides of the result.
         mutates: The names of arguments that it writes to.
+        launches: Whether it launches kernels on GPUs and reads nothing on the host, so that compilers can launch them.
     """
 
     def decorate(function: _Function) -> _Function:
         name = f"{NAMESPACE}::{function.__name__.removesuffix('_op')}"
         made = torch.library.custom_op(name, function, mutates_args=tuple(mutates))
         made.register_fake(fake)
+        if launches:
+            decompose(made, shown(function))
 
         @functools.wraps(function)
         def call(*args: Any, **named: Any) -> Any:

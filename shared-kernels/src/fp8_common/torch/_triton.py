@@ -2,12 +2,14 @@
 
 `takes` says which tensors go to the kernels; `FP8_COMMON_BACKEND` chooses: "auto" takes them for CUDA tensors on
 compute capability 8.9 and newer, "triton" refuses where it cannot, "reference" never does. `fuses` and `hides` say what
-a compiler sees: operations that it fuses with their neighbours, or one opaque operator, which ends in the code of eager
-mode. The bits are the same each way.
+a compiler sees: operations that it fuses with their neighbours, or one operator, which ends in the code of eager mode.
+Of operators that only launch kernels, compilers see the launches (`shown`). The bits are the same each way.
 """
 
 import importlib
 import importlib.util
+import threading
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -22,14 +24,60 @@ from fp8_common.policy import ScalePolicy
 from fp8_common.torch.compat import FakeTensor, assume_constant_result
 
 
+class _Shown(threading.local):
+    """What `shown` traces on this thread: None, or the number of launches so far."""
+
+    launches: int | None = None
+
+
+_now = _Shown()
+
+
+class _NotShownError(Exception):
+    """Raised where operations of torch would do what kernels do not."""
+
+
+def shown(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, which launches kernels, for compilers to trace: they launch these kernels themselves.
+
+    It returns NotImplemented if it launches none, if operations of torch would have to do a part, and for sizes that
+    are symbols, on which plans cannot depend.
+    """
+
+    def trace(*args: Any, **named: Any) -> Any:
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        device, symbolic = tensors[0].device, any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
+        if symbolic or device.type != "cuda" or not rounds_once(device.type, device.index):
+            return NotImplemented
+        _now.launches = 0
+        try:
+            found = function(*args, **named)
+            return found if _now.launches else NotImplemented
+        except _NotShownError:
+            return NotImplemented
+        finally:
+            _now.launches = None
+
+    return trace
+
+
 def takes(x: torch.Tensor, fmt: Format | None = None, policy: ScalePolicy | None = None) -> bool:
-    """Return whether `x` goes to the kernels; never under a compiler, and never without data.
+    """Return whether `x` goes to the kernels; never under a compiler that does not see them, and never without data.
 
     Raises:
         Fp8UnsupportedError: FP8_COMMON_BACKEND=triton, and they cannot run on the device of `x`.
     """
+    if torch.compiler.is_compiling():
+        return False
+    taken = _takes(x, fmt, policy)
+    if not taken and _now.launches is not None:
+        raise _NotShownError
+    return taken
+
+
+def _takes(x: torch.Tensor, fmt: Format | None, policy: ScalePolicy | None) -> bool:
     # The environment is read at every call, so that tests and users can change it; the device is looked up once.
-    if torch.compiler.is_compiling() or (choice := backend()) == "reference" or isinstance(x, FakeTensor):
+    if (choice := backend()) == "reference" or (isinstance(x, FakeTensor) and _now.launches is None):
         return False
     obstacle = _obstacle(x.device)
     if obstacle is not None and choice != "triton":
@@ -87,7 +135,13 @@ def launch(plan: Any, device: torch.device, **given: torch.Tensor | None) -> tup
 
 
 def run(plan: Any, device: torch.device, **tensors: torch.Tensor) -> None:
-    """Run a launch on tensors named like its pointers, on their device."""
+    """Run a launch on tensors named like its pointers, on their device, or show it to a compiler."""
+    if _now.launches is not None:
+        _now.launches += 1
+        if plan.grid:
+            wrapped = torch.library.wrap_triton(plan.kernel)
+            wrapped[(plan.grid,)](**{**plan.fixed, **tensors}, num_warps=plan.num_warps)
+        return
     if device.type != "cuda":  # under the interpreter
         plans().run(plan, tensors)
         return

@@ -72,7 +72,8 @@ def scale_from_amax(
 
 
 @operator(
-    fake=lambda amax, *_: (torch.empty_like(amax, dtype=torch.float32), torch.empty_like(amax, dtype=torch.float32))
+    fake=lambda amax, *_: (torch.empty_like(amax, dtype=torch.float32), torch.empty_like(amax, dtype=torch.float32)),
+    launches=True,
 )
 def scales_op(amax: torch.Tensor, prev: torch.Tensor | None, fmt: str, policy: str) -> Pair:
     """Return the scales into and back from FP8, of the shape of `amax`."""
@@ -127,7 +128,7 @@ def quantize_both(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tuple[to
     return quantize(x, scale, fmt), None
 
 
-@operator(fake=lambda x, scale, fmt: _fake_transposed(x, fmt))
+@operator(fake=lambda x, scale, fmt: _fake_transposed(x, fmt), launches=True)
 def cast_transposed_op(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> Pair:
     """Return codes [M, N] of x [M, N], made with one scale, and the same [N, M]."""
     codes, transposed = quantize_both(x, scale, get_data_format(fmt))
@@ -268,7 +269,7 @@ def _fake_dynamic(
     return torch.empty_like(like, dtype=torch_dtype(fmt)), scale, scale_inv
 
 
-@operator(fake=_fake_dynamic)
+@operator(fake=_fake_dynamic, launches=True)
 def quantize_dynamic_op(
     x: torch.Tensor, fold: torch.Tensor | None, groups: torch.Tensor | None, fmt: str, policy: str, block: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -277,7 +278,10 @@ def quantize_dynamic_op(
     return made[:3]
 
 
-@operator(fake=lambda x, amax, fmt, policy: (*_fake_transposed(x, fmt), *(amax.new_empty(()) for _ in range(2))))
+@operator(
+    fake=lambda x, amax, fmt, policy: (*_fake_transposed(x, fmt), *(amax.new_empty(()) for _ in range(2))),
+    launches=True,
+)
 def quantize_transposed_op(
     x: torch.Tensor, amax: torch.Tensor, fmt: str, policy: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -378,7 +382,7 @@ def _fake_rows_and_columns(
     return codes, transposed, scale, scale_inv
 
 
-@operator(fake=_fake_rows_and_columns)
+@operator(fake=_fake_rows_and_columns, launches=True)
 def rows_and_columns_op(
     x: torch.Tensor, fold: torch.Tensor | None, fmt: str, policy: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -420,7 +424,8 @@ def quantize_mx(x: torch.Tensor, fmt: Format, mode: str) -> Pair:
     fake=lambda x, fmt, mode: (
         torch.empty_like(x, dtype=torch_dtype(fmt)),
         x.new_empty(scale_shape(x.shape, MX_BLOCK), dtype=torch.float8_e8m0fnu),
-    )
+    ),
+    launches=True,
 )
 def quantize_mx_op(x: torch.Tensor, fmt: str, mode: str) -> Pair:
     """Return `quantize_mx`."""

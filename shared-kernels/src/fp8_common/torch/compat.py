@@ -6,6 +6,8 @@ test of each says what to look at where an upgrade moved the name or changed wha
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -13,10 +15,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.tensor import DTensor
+from torch.library import CustomOpDef
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
@@ -30,6 +35,7 @@ __all__ = [
     "assume_constant_result",
     "constant_of_record",
     "copy_each",
+    "decompose",
     "disable_compiler",
     "disabled_torch_function",
     "distributed_like",
@@ -100,6 +106,60 @@ def constant_of_record(function: Function) -> Function:
     torch 2.11 gives no dataclass to such a function. Traced, numbers of the dataclass may be symbols.
     """
     return assume_constant_result(function) if TorchVersion(torch.__version__) >= "2.13" else function
+
+
+def decompose(operator: CustomOpDef, function: Callable[..., Any]) -> None:
+    """Let Inductor compile `function` in place of the operator, unless that returns NotImplemented.
+
+    `torch.library.triton_op` does so before the graph is cut into forward and backward: equal launches are then no
+    longer found, and made again. Here the graph is that of opaque operators until both halves are done. In the function
+    `torch.compiler.is_compiling` is False. Operators that write to arguments stay opaque.
+    """
+
+    @cache
+    def register() -> None:
+        # only now, because it takes seconds to import
+        from torch._inductor.fx_passes.post_grad import pass_patterns
+        from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern
+
+        pattern = CallFunctionVarArgs(operator._opoverload)
+        register_graph_pattern(pattern, pass_dict=pass_patterns[2])(replace)  # pyrefly: ignore[bad-argument-type]
+
+    def replace(match: Any, *args: Any, **kwargs: Any) -> None:
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        places = [place for place, each in enumerate(flat) if isinstance(each, torch.fx.Node)]
+
+        def trace(*tensors: torch.Tensor) -> Any:
+            given = list(flat)
+            for place, tensor in zip(places, tensors, strict=True):
+                given[place] = tensor
+            own_args, own_kwargs = pytree.tree_unflatten(given, spec)
+            with _as_in_eager_mode():
+                return function(*own_args, **own_kwargs)
+
+        nodes = [flat[place] for place in places]
+        fakes = [node.meta["val"] for node in nodes]
+        mode: Any = detect_fake_mode(fakes)
+        with mode:
+            if trace(*fakes) is NotImplemented:
+                return
+        match.replace_by_example(trace, nodes, run_functional_passes=False)
+
+    def trace_operator(mode: Any, overload: OpOverload, types: Any, args: tuple, kwargs: dict) -> Any:
+        register()
+        return mode.__torch_dispatch__(overload, types, args, kwargs)
+
+    operator.register_torch_dispatch(FunctionalTensorMode, trace_operator)
+
+
+@contextmanager
+def _as_in_eager_mode() -> Iterator[None]:
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = False
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def in_function_transform() -> bool:

@@ -71,7 +71,7 @@ def dequantize_mx(q: torch.Tensor, scales: torch.Tensor, fmt: Format, dtype: tor
     return values_of_blocks.mul(own).view(q.shape).to(dtype)
 
 
-@operator(fake=lambda q, scale, fmt, dtype, block: q.new_empty(q.shape, dtype=dtype))
+@operator(fake=lambda q, scale, fmt, dtype, block: q.new_empty(q.shape, dtype=dtype), launches=True)
 def decode_op(
     q: torch.Tensor, scale: torch.Tensor | None, fmt: str, dtype: torch.dtype, block: list[int]
 ) -> torch.Tensor:

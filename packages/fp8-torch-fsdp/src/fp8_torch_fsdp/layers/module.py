@@ -184,10 +184,16 @@ class Float8Module(nn.Module):
                 "the module that fully_shard was applied to; make linear layers tensor-parallel with "
                 "Float8ColwiseParallel and Float8RowwiseParallel."
             )
-        if (self.fp8_config.all_gather or self.fp8[name].scales) and not torch.compiler.is_compiling():
-            refuse_fsdp1(weight)
-        # Such a weight is at hand without a gather, so nobody frees its codes; compilers choose what they keep.
-        keep_codes = isinstance(weight, ShardedFloat8Weight) and not torch.compiler.is_compiling()
+        if torch.compiler.is_compiling():
+            # Compilers keep what they cast themselves where it pays. Launches they would repeat in the backward.
+            cast = self.fp8_config.weight
+            launched = cast.scaling == "dynamic" and cast.granularity != "rowwise"
+            keep_codes = launched and not isinstance(weight, GatheredWeight) and self.distribution.gather is None
+        else:
+            if self.fp8_config.all_gather or self.fp8[name].scales:
+                refuse_fsdp1(weight)
+            # Such a weight is at hand without a gather, so nobody frees its codes.
+            keep_codes = isinstance(weight, ShardedFloat8Weight)
         return fp8_linear(x, weight, self.fp8[name].spec, offsets, record=self.records, keep_codes=keep_codes)
 
     def distribute(self, distribution: Distribution) -> None:

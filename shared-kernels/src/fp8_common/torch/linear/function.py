@@ -165,6 +165,8 @@ class _Linear(torch.autograd.Function):
         x_operand = _quantize(rows, "input", matrix, spec, record=record, both=both)
         w_operand = rows.checked(spec.weight(weight, record) if gather is None else gather.finish(started, record))
         kept = w_operand if needs_x and keep_codes else None
+        if kept is not None and kept.by_columns is not None:
+            kept = kept.by_columns.transposed()  # the codes that the backward contracts, as a view
         saved = _saved_input(config, matrix, x_operand, rows) if needs_weight else None
         # Compiled code cannot compare: there the hooks of FSDP2 alone bring back the codes of this forward.
         origin = getattr(weight, "origin", None) if needs_x and not torch.compiler.is_compiling() else None

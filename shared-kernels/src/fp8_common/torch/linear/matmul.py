@@ -247,7 +247,7 @@ def row_major(codes: torch.Tensor) -> torch.Tensor:
     return transposed_rows(codes.t(), source)
 
 
-@operator(fake=lambda codes: codes.new_empty(codes.shape))
+@operator(fake=lambda codes: codes.new_empty(codes.shape), launches=True)
 def row_major_op(codes: torch.Tensor) -> torch.Tensor:
     """Return `row_major` of codes that lie by columns."""
     return row_major(codes)

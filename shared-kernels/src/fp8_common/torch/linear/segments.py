@@ -81,7 +81,8 @@ class Groups:
 @operator(
     fake=lambda x, segments, count, per_column: x.new_empty(
         (count, x.shape[1]) if per_column else (count,), dtype=torch.float32
-    )
+    ),
+    launches=True,
 )
 def segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_column: bool) -> torch.Tensor:
     """Return max |x| over the rows of each segment, NaN wins; 0 for a segment without rows.
@@ -146,7 +147,7 @@ def zero_rows(y: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
 
 
 # an operator, because a compiler's code stores transposed bytes one by one
-@operator(fake=lambda codes, source: codes.new_empty((codes.shape[1], source.shape[0])))
+@operator(fake=lambda codes, source: codes.new_empty((codes.shape[1], source.shape[0])), launches=True)
 def transposed_rows(codes: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Return [columns, p], contiguous, of codes [rows, columns] in the order of `source` [p]; 0 for negative ones."""
     if takes(codes):
