@@ -22,7 +22,8 @@ READ_NAMES = {
     "FSDPParam": "sharded_param padded_sharded_param_size _orig_size _param_fqn shard_mesh _module_info "
     "fsdp_placement device orig_dtype offload_to_cpu",
     "FSDPParamGroup": "_reduce_scatter_comm fsdp_params is_unsharded _to_sharded reshard_after_backward "
-    "post_forward_mesh_info mesh_info _all_gather_result all_gather_event all_gather_work device_handle _training_state",
+    "post_forward_mesh_info mesh_info _all_gather_result all_gather_event all_gather_work device_handle "
+    "_training_state",
 }
 
 
