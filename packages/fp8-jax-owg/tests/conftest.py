@@ -27,3 +27,36 @@ def devices():
     found = jax.devices("cpu")
     assert len(found) == DEVICES, "something used JAX while tests were being collected: make arrays in tests only"
     return found
+
+
+TRACED_AS_FOR_GPU = ("test_products_on_devices", "test_saved_operands")
+"""Files whose tests run a second time, traced as on a GPU; under `--full` all are. Lowered for CPUs, kernels are their
+jnp code: the numbers must stay."""
+CAPABILITY = 90
+
+
+def pytest_generate_tests(metafunc):
+    """Run tests as they are, and traced as on a GPU."""
+    if metafunc.definition.get_closest_marker("own_trace") or "aot" in metafunc.definition.path.parts:
+        return
+    if metafunc.config.getoption("full") or metafunc.module.__name__.endswith(TRACED_AS_FOR_GPU):
+        ids = ["as here", "as for a GPU"]
+        metafunc.parametrize("_traced_for", [None, CAPABILITY], indirect=True, scope="session", ids=ids)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _traced_for(request):
+    """Select kernels when tracing, without a GPU or Triton; a session's fixture, so that tests are sorted by it."""
+    if getattr(request, "param", None) is None:
+        yield
+        return
+    import jax
+
+    from fp8_common.jax import _kernels
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_kernels, "_obstacle", lambda: None)
+        patch.setattr(_kernels, "_gpu_capability", lambda: request.param)
+        jax.clear_caches()
+        yield
+    jax.clear_caches()

@@ -24,6 +24,7 @@ def loss(tree, x):
     return jnp.square(jax.lax.scan(layer, x, tree)[0].astype(jnp.float32)).mean()
 
 
+@pytest.mark.own_trace
 def test_tracing_one_scanned_matmul_takes_few_calls_of_ours():
     state = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (LAYERS, *leaf.shape)), owg.init_meta(SCALING))
     tree = {"w": jnp.zeros((LAYERS, WIDTH, WIDTH), jnp.bfloat16), "fp8": state}

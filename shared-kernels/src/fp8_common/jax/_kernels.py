@@ -90,8 +90,8 @@ class KernelOp:
         inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
         results = jax.eval_shape(lambda *x: self.reference(*x, **params), *inputs)
         # Results vary along the axes of shard_map that an operand varies along; `vary_alike` has made all operands
-        # alike.
-        most = max(avals, key=lambda aval: len(varying_axes(aval)))
+        # alike. A constant may have no mesh in its type.
+        most = max(avals, key=lambda aval: (len(varying_axes(aval)), not aval.sharding.mesh.empty))
         return [_typed_like(most, r.shape, r.dtype) for r in results]
 
     def _batch(
@@ -111,9 +111,10 @@ class KernelOp:
 
 
 def _typed_like(aval: Any, shape: tuple[int, ...], dtype: Any) -> ShapedArray:
-    """Return the type of an array of this shape and dtype that varies along the axes that `aval` varies along."""
-    if not varying_axes(aval):
-        return ShapedArray(shape, dtype)
+    """Return the type of an array of this shape and dtype on the mesh of `aval`, varying along the same axes.
+
+    Without an explicit mesh in its type, JAX would not know how to shard a matmul of a replicated array.
+    """
     # `update` keeps what it is not told, the axes among it; its name for them depends on the version of JAX.
     sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(*[None] * len(shape)))
     return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
