@@ -119,9 +119,10 @@ def as_codes(x: jax.Array) -> jax.Array:
     """Return native FP8 as uint8, as it is saved for the backward pass.
 
     What `jax.checkpoint` saves of a float8 dtype it rounds to fewer exponents than E4M3 has, and XLA on CPUs copies
-    bytes faster when loops stack them.
+    bytes faster when loops stack them. Without the barrier, XLA on GPUs would run a kernel a second time to write its
+    codes into the stack of a loop.
     """
-    return lax.bitcast_convert_type(x, jnp.uint8)
+    return lax.bitcast_convert_type(lax.optimization_barrier(x), jnp.uint8)
 
 
 def refuse_explicit_axes(what: str, tree: Any) -> None:
@@ -278,7 +279,7 @@ def match_state(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: LiveState) -> jax.Array:
-    return _forward(product, lhs, rhs, extra, live)[0]
+    return _forward_once(product, lhs, rhs, extra, live)[0]
 
 
 def _forward(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: LiveState) -> tuple[jax.Array, Any]:
@@ -295,6 +296,10 @@ def _forward(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: Li
     numbers = jnp.stack(vary_alike([a_back, b_back, *scales.get("output_grad", ()), *seen]))
     # Of the live leaves only how they are mapped matters: nothing reads their numbers again.
     return result, (as_codes(a), as_codes(b), numbers, extra, live)
+
+
+# JAX traces the function and its forward rule, each more than once; inlined, so that programs show no call.
+_forward_once = jax.jit(_forward, static_argnums=0, inline=True)
 
 
 def _backward(product: Product, residuals: Any, g: Any) -> tuple[Any, ...]:
@@ -336,7 +341,7 @@ def _forward_rule(product: Product, lhs: Any, rhs: Any, extra: Any, live: Any) -
     if frozen or not any(is_shared(leaf.value) for leaf in jax.tree.leaves(live, is_leaf=has_flag)):
         check_derivative(FROZEN if frozen else "", UnsharedStateWarning)
     values = jax.tree.map(lambda leaf: leaf.value, (lhs, rhs, extra, live), is_leaf=has_flag)
-    return _forward(product, *values)
+    return _forward_once(product, *values)
 
 
 _multiply.defvjp(_forward_rule, _backward, symbolic_zeros=True)
