@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
@@ -51,6 +51,8 @@ class KernelOp:
         plan: (`fp8_common._kernels`, *shapes with dtype, **params) -> launch.
         fits: (*shapes with dtype, **params) -> whether there is a kernel for them; formats and policies are looked at
             apart.
+        smaller: For results of which some are unused, as JAX finds when it removes dead code: the operation that
+            computes the used ones, the number of its operands, and the names of its parameters.
         primitive: What programs hold where kernels are selected.
     """
 
@@ -58,6 +60,9 @@ class KernelOp:
     reference: Callable[..., tuple[jax.Array, ...]]
     plan: Callable[..., Any]
     fits: Callable[..., bool]
+    smaller: Mapping[tuple[bool, ...], tuple["KernelOp", int, tuple[str, ...]]] = dataclasses.field(
+        default_factory=dict
+    )
     primitive: Primitive = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +75,7 @@ class KernelOp:
         # for every platform; the next line replaces it for CUDA
         mlir.register_lowering(primitive, mlir.lower_fun(self.reference, multiple_results=True))
         mlir.register_lowering(primitive, self._lower_cuda, platform="cuda")
+        compat.on_unused_results(primitive, self._without_unused)
         object.__setattr__(self, "primitive", primitive)
 
     def __call__(self, *arrays: ArrayLike, **params: Any) -> Sequence[jax.Array]:
@@ -100,6 +106,18 @@ class KernelOp:
         """Leave what is batched to XLA, as jnp code."""
         results = jax.vmap(lambda *x: self.reference(*x, **params), in_axes=tuple(dims))(*operands)
         return results, [0] * len(results)
+
+    def _without_unused(self, used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+        """Compute what is used alone: a kernel writes all of its results."""
+        if not any(used):
+            return [False] * len(eqn.invars), None
+        if (found := self.smaller.get(tuple(used))) is None:
+            return [True] * len(eqn.invars), eqn
+        op, operands, names = found
+        results = [var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used]
+        params = {name: eqn.params[name] for name in names}
+        new = eqn.replace(primitive=op.primitive, invars=eqn.invars[:operands], outvars=results, params=params)
+        return [i < operands for i in range(len(eqn.invars))], new
 
     def _lower_cuda(self, ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
         # The plan is asked for only where kernels can run: plans come with the kernels, hence with Triton.
@@ -163,12 +181,17 @@ def _obstacle() -> str | None:
         return compat.PROBLEM
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    capability = _capability.get() or _gpu_capability()
+    capability = traced_capability()
     if capability is None:
         return "this JAX sees no NVIDIA GPU"
     if divmod(capability, 10) < KERNEL_CAPABILITY:
         return f"compute capability {capability / 10} has no FP8 conversion (8.9 and newer do)"
     return None
+
+
+def traced_capability() -> int | None:
+    """Return the compute capability of `lowering_for`, else of this machine's GPU; None without both."""
+    return _capability.get() or _gpu_capability()
 
 
 @cache
@@ -197,7 +220,7 @@ def _lower_plan(ctx: Any, plan: Any, operands: Sequence[Any]) -> Sequence[Any]:
     # imported where a kernel is lowered: it needs jax's CUDA plugin
     gpu_triton = compat.gpu_triton()
 
-    capability = _capability.get() or _gpu_capability()
+    capability = traced_capability()
     if capability is None:
         raise Fp8UnsupportedError("Lowering a kernel for CUDA needs a GPU, or lowering_for(capability).")
     version = OLDEST_PTX if capability < 100 else OLDEST_PTX_OF_BLACKWELL

@@ -1,8 +1,8 @@
 """Casts to FP8 and back, with scales of tensors and rows: one definition each, and the kernels they run as.
 
 Data has the format's native dtype (`jnp.float8_e4m3fn`, ...). Everything here has zero gradients but `fake_quantize`.
-Formats, policies and dtypes are static under jit. `cast`, `cast_with_amax`, `cast_slices` and `multiply_back` are for
-plugins.
+Formats, policies and dtypes are static under jit. `cast`, `cast_with_amax`, `cast_transpose`, `cast_slices` and
+`multiply_back` are for plugins.
 """
 
 import math
@@ -166,6 +166,27 @@ def cast_with_amax(x: jax.Array, scale: jax.Array, fmt: Format) -> tuple[jax.Arr
     return data, from_bits(key[0])
 
 
+def cast_transpose(x: jax.Array, scale: jax.Array, fmt: Format, split: int) -> tuple[jax.Array, jax.Array]:
+    """Return `cast(x, scale, fmt)` for a scale of one element, and its transpose; a kernel reads `x` once.
+
+    Args:
+        x: float16, bfloat16 or float32, at least two dimensions.
+        scale: float32 in [2^-126, 2^100], one element.
+        fmt: The FP8 format; static under jit.
+        split: Number of dimensions that the transpose has last, in their order; the others are first. Static under jit.
+    """
+    data, transposed = _CAST_TRANSPOSE(x, scale, fmt=fmt, split=split)
+    return data, transposed
+
+
+def cast_transpose_with_amax(
+    x: jax.Array, scale: jax.Array, fmt: Format, split: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return `cast_transpose(x, scale, fmt, split)`, and `amax(x)`; a kernel reads `x` once."""
+    data, transposed, key = _CAST_TRANSPOSE_WITH_AMAX(x, scale, fmt=fmt, split=split)
+    return data, transposed, from_bits(key[0])
+
+
 # Jitted, so that an eager call is compiled as a whole; inlined where a caller is traced, which then shows no call.
 @partial(jax.jit, static_argnames="fmt", inline=True)
 def quantize_by_jnp(x: jax.Array, scale: jax.Array, *, fmt: Format) -> jax.Array:
@@ -200,6 +221,39 @@ _CAST_WITH_AMAX = KernelOp(
     reference=lambda x, scale, *, fmt: (_cast(x, scale, fmt=fmt), *_key_of_amax(x)),
     plan=lambda plans, x, scale, *, fmt: plans.cast(x.size, str(x.dtype), fmt, with_amax=True),
     fits=_has_one_scale,
+    smaller={(True, False): (_CAST, 2, ("fmt",)), (False, True): (_AMAX_KEY, 1, ())},
+)
+
+
+def _transposed_too(x: jax.Array, scale: jax.Array, *, fmt: Format, split: int) -> tuple[jax.Array, jax.Array]:
+    data = _cast(x, scale, fmt=fmt)
+    # Not as a matrix: the partitioner may have sharded any of the dimensions.
+    return data, lax.transpose(data, (*range(split, x.ndim), *range(split)))
+
+
+def _plan_of_transpose(plans: Any, x: Any, scale: Any, *, fmt: Format, split: int, with_amax: bool = False) -> Any:
+    rows, columns = math.prod(x.shape[:split]), math.prod(x.shape[split:])
+    return plans.cast_transpose(rows, columns, str(x.dtype), fmt, with_amax=with_amax)
+
+
+_CAST_TRANSPOSE = KernelOp(
+    name="fp8_cast_transpose",
+    reference=_transposed_too,
+    plan=_plan_of_transpose,
+    fits=lambda x, scale, *, fmt, split: scale.size == 1 and 0 < split < x.ndim,
+    smaller={(True, False): (_CAST, 2, ("fmt",))},
+)
+_CAST_TRANSPOSE_WITH_AMAX = KernelOp(
+    name="fp8_cast_transpose_with_amax",
+    reference=lambda x, scale, **params: (*_transposed_too(x, scale, **params), *_key_of_amax(x)),
+    plan=partial(_plan_of_transpose, with_amax=True),
+    fits=_CAST_TRANSPOSE.fits,
+    smaller={
+        (True, True, False): (_CAST_TRANSPOSE, 2, ("fmt", "split")),
+        (True, False, True): (_CAST_WITH_AMAX, 2, ("fmt",)),
+        (True, False, False): (_CAST, 2, ("fmt",)),
+        (False, False, True): (_AMAX_KEY, 1, ()),
+    },
 )
 
 

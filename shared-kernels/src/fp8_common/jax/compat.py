@@ -3,10 +3,13 @@
 Where something is missing, `PROBLEM` says what: importing still works, and no kernel is chosen.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import partial_eval
 
 PROBLEM: str | None = None
 """What this JAX lacks; None if everything was found."""
@@ -33,3 +36,14 @@ def is_local(context: Any) -> bool:
     # inside a shard_map; axes that it does not map are the partitioner's
     mesh = getattr(context, "mesh", None)
     return mesh is None or set(mesh.axis_names) <= set(context.manual_axes)
+
+
+def on_unused_results(primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]) -> None:
+    """Register what removing dead code does with a primitive of which some results are unused.
+
+    Args:
+        primitive: It has no effects.
+        rule: (which results are used, equation) -> (which operands are used, new equation, or None if it is dead).
+    """
+    # Since JAX 0.11 rules also take which operands are live, between the two.
+    partial_eval.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])

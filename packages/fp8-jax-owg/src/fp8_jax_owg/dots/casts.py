@@ -31,8 +31,8 @@ class _Cast(NamedTuple):
     def apply(self, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return native values, the scale back, and what the live leaf observes."""
         scales = scales_of({self.tensor: live}, self.scaling)[self.tensor]
-        values, back, amax = cast_operand(self.scaling, self.tensor, first_order_only(x), scales)
-        return values, back, observation(like(amax, live), back, live)
+        cast = cast_operand(self.scaling, self.tensor, first_order_only(x), scales)
+        return cast.values, cast.back, observation(like(cast.amax, live), cast.back, live)
 
     def round(self, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return `x` as the format represents it, and what the live leaf observes."""

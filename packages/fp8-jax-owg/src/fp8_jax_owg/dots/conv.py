@@ -7,11 +7,11 @@ gradient is not cast to FP8 and has no state.
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -31,21 +31,27 @@ class Convolution(Bilinear):
     options: tuple[tuple[str, Any], ...]
     tensors = CONV_TENSORS
 
-    def forward(self, lhs: jax.Array, rhs: jax.Array, extra: None) -> jax.Array:
+    def forward(self, lhs: jax.Array, rhs: jax.Array, extra: None, dtype: DTypeLike) -> jax.Array:
         """Return the float32 result of native FP8 operands."""
-        return lax.conv_general_dilated(lhs, rhs, preferred_element_type=jnp.float32, **dict(self.options))
+        return lax.conv_general_dilated(lhs, rhs, preferred_element_type=dtype, **dict(self.options))
 
-    def gradients(
-        self, lhs: jax.Array, rhs: jax.Array, grad: jax.Array, extra: None, kernel_dtype: np.dtype
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return both gradients by JAX's rules, in bfloat16, which holds every FP8 value."""
+    # Both gradients are those of JAX, in bfloat16, which holds every FP8 value. A convolution is linear in either
+    # operand, so its transpose needs the type of that operand alone.
 
-        def convolve(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-            return lax.conv_general_dilated(lhs, rhs, **dict(self.options))
+    def lhs_gradient(self, rhs: jax.Array, grad: jax.Array, extra: None, dtype: DTypeLike, like: Any) -> jax.Array:
+        """Return the gradient of lhs."""
+        convolve = partial(self._convolve, rhs=rhs.astype(jnp.bfloat16))
+        (gradient,) = jax.linear_transpose(convolve, like.update(dtype=jnp.bfloat16))(grad.astype(jnp.bfloat16))
+        return gradient
 
-        # The convolution itself is not used here, and XLA leaves it out.
-        _, transposed = jax.vjp(convolve, lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16))
-        return transposed(grad.astype(jnp.bfloat16))
+    def rhs_gradient(self, lhs: jax.Array, grad: jax.Array, extra: None, dtype: DTypeLike, like: Any) -> jax.Array:
+        """Return the gradient of rhs."""
+        convolve = lambda rhs: self._convolve(lhs.astype(jnp.bfloat16), rhs)  # noqa: E731
+        (gradient,) = jax.linear_transpose(convolve, like.update(dtype=jnp.bfloat16))(grad.astype(jnp.bfloat16))
+        return gradient
+
+    def _convolve(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(lhs, rhs, **dict(self.options))
 
 
 def fp8_conv_general_dilated(

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Fp8Error
+from fp8_common.jax._kernels import selects_kernels
 from fp8_common.jax.arrays import divide_nearest, vary_alike
 from fp8_common.jax.casts import cast_slices
 from fp8_jax_owg.derivatives import check_derivative
@@ -79,7 +80,7 @@ class Contraction(NamedTuple):
         rhs: jax.Array,
         dtype: DTypeLike,
         precision: lax.Precision | None = None,
-        like: jax.Array | None = None,
+        like: Any = None,
         out_sharding: Any = None,
     ) -> jax.Array:
         """Return the product in `dtype`; one `lax.dot_general`, and a transpose if the order needs it.
@@ -89,10 +90,10 @@ class Contraction(NamedTuple):
             rhs: The second.
             dtype: Of the result.
             precision: As in `lax.dot_general`.
-            like: What the result is the gradient of: on explicit meshes it gets the same sharding.
+            like: The type of what the result is the gradient of: on explicit meshes it gets the same sharding.
             out_sharding: Of the result, where it is no gradient.
         """
-        sharding = out_sharding if like is None else jax.typeof(like).sharding
+        sharding = out_sharding if like is None else like.sharding
         result = jnp.einsum(
             f"{self.lhs},{self.rhs}->{self.out}",
             lhs,
@@ -145,23 +146,54 @@ class Matmul(Bilinear):
         contraction: Which dimensions meet.
         precision: Of all three matmuls; None leaves XLA's default forward, and no fast accumulation backward.
         out_sharding: Of the result.
+        transposes: Whether casts make transposes too.
     """
 
     contraction: Contraction
     precision: Precision = None
     out_sharding: Any = None
+    transposes: bool = False
+    narrows = True
 
-    def forward(self, lhs: jax.Array, rhs: jax.Array, extra: None) -> jax.Array:
-        """Return the float32 result of native FP8 operands."""
-        return self.contraction.apply(lhs, rhs, np.float32, self.precision, out_sharding=self.out_sharding)
+    @property
+    def splits(self) -> dict[Tensor, int]:
+        """Where casts divide the dimensions for a transpose."""
+        summed = len(self.contraction.summed)
+        kept = len(self.contraction.lhs) - summed
+        return {"input": kept, "kernel": summed, "output_grad": kept} if self.transposes else {}
 
-    def gradients(
-        self, lhs: jax.Array, rhs: jax.Array, grad: jax.Array, extra: None, kernel_dtype: np.dtype
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return both gradients, sharded like what they belong to."""
-        how, precision = self.contraction, _backward_precision(self.precision)
-        d_lhs = how.for_lhs.apply(grad, rhs, np.float32, precision, lhs)
-        return d_lhs, how.for_rhs.apply(lhs, grad, kernel_dtype, precision, rhs)
+    def with_transposes(self, lhs: jax.Array, rhs: Kernel) -> "Matmul":
+        """Return the form in which all three matmuls sum the last dimensions of both operands, which GPUs need.
+
+        There is one for `LS,SR->LR` with groups of letters L, S and R, if the kernel is cast here.
+        """
+        letters, summed = self.contraction, self.contraction.summed
+        kept, right = letters.lhs.removesuffix(summed), letters.rhs.removeprefix(summed)
+        is_matrix = kept and summed and right and letters == (kept + summed, summed + right, kept + right)
+        shardings = *(jax.typeof(x).sharding for x in jax.tree.leaves((lhs, rhs))), self.out_sharding
+        if not is_matrix or isinstance(rhs, Fp8Param) or any(map(_is_explicit, shardings)) or not selects_kernels():
+            return self
+        return dataclasses.replace(self, transposes=True)
+
+    def _transposed(self, tensor: Tensor, letters: str) -> str:
+        split = self.splits.get(tensor, 0)
+        return letters[split:] + letters[:split]
+
+    def forward(self, lhs: jax.Array, rhs: jax.Array, extra: None, dtype: DTypeLike) -> jax.Array:
+        """Return the result of native FP8 operands."""
+        how = self.contraction._replace(rhs=self._transposed("kernel", self.contraction.rhs))
+        return how.apply(lhs, rhs, dtype, self.precision, out_sharding=self.out_sharding)
+
+    def lhs_gradient(self, rhs: jax.Array, grad: jax.Array, extra: None, dtype: DTypeLike, like: Any) -> jax.Array:
+        """Return the gradient of lhs, sharded like lhs."""
+        return self.contraction.for_lhs.apply(grad, rhs, dtype, _backward_precision(self.precision), like)
+
+    def rhs_gradient(self, lhs: jax.Array, grad: jax.Array, extra: None, dtype: DTypeLike, like: Any) -> jax.Array:
+        """Return the gradient of rhs, sharded like rhs."""
+        letters = self.contraction
+        lhs_letters, out = self._transposed("input", letters.lhs), self._transposed("output_grad", letters.out)
+        how = Contraction(lhs_letters, out, letters.rhs)
+        return how.apply(lhs, grad, dtype, _backward_precision(self.precision), like)
 
     def by_row(self, lhs: jax.Array, rhs: Kernel, scaling: Scaling, dtype: np.dtype) -> jax.Array:
         """Return the result with a scale for each row.

@@ -19,8 +19,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Format, Fp8Error, Fp8UnsupportedError, ScalePolicy
 from fp8_common.jax import amax, amax_to_scale
+from fp8_common.jax._kernels import traced_capability
 from fp8_common.jax.arrays import as_input, as_native, divide_nearest, vary_alike
-from fp8_common.jax.casts import cast, cast_with_amax
+from fp8_common.jax.casts import cast, cast_transpose, cast_transpose_with_amax, cast_with_amax
 from fp8_jax_owg.derivatives import check_derivative
 from fp8_jax_owg.scaling import TENSORS, CurrentScaling, DelayedScaling, Scaling, ScalingChoice, Tensor, as_scaling
 from fp8_jax_owg.state.cotangents import first_order_only, is_shared, like, reverse_mode_only
@@ -72,37 +73,63 @@ def as_kernel(rhs: ArrayLike | Fp8Param) -> Kernel:
     return rhs if isinstance(rhs, Fp8Param) else as_operand(rhs, "rhs")
 
 
+class Cast(NamedTuple):
+    """An operand in FP8.
+
+    Attributes:
+        values: Native dtype, shape of the operand.
+        transposed: The same with the last dimensions first; without a transpose, `values`.
+        back: float32 scalar that multiplies values back.
+        amax: float32 scalar max |x|; None for current scaling.
+    """
+
+    values: jax.Array
+    transposed: jax.Array
+    back: jax.Array
+    amax: Any
+
+
 def cast_operand(
-    scaling: Scaling, tensor: Tensor, x: jax.Array, scales: Sequence[jax.Array] = ()
-) -> tuple[jax.Array, jax.Array, Any]:
-    """Return native values, saturating, the float32 scale back, and max |x|, which is None for current scaling.
+    scaling: Scaling, tensor: Tensor, x: jax.Array, scales: Sequence[jax.Array] = (), split: int = 0
+) -> Cast:
+    """Cast an operand, saturating.
 
     Args:
         scaling: How scales are found.
         tensor: Which one it is.
         x: float16, bfloat16 or float32, any shape.
         scales: float32 scalars into FP8, in [2^-126, 2^100], and back, from its state; empty for current scaling.
+        split: Number of dimensions that the transpose has last; 0 makes no transpose.
     """
     fmt = scaling.format_of(tensor)
     # Nothing is another mesh for JAX than an empty one, under which it runs forward rules: each cast would be traced
     # and lowered twice.
     with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
         if not scales:
-            values, back = _cast_current(x, fmt, scaling.policy)
-            return values, back, None
+            return Cast(*_cast_current(x, fmt, scaling.policy, split), amax=None)
         into, back = scales
-        values, seen = _cast_and_observe(x, into, fmt)
-        return values, back, seen
+        values, transposed, seen = _cast_and_observe(x, into, fmt, split)
+        return Cast(values, transposed, back, seen)
 
 
 # Functions of their own in the traced program, so that casts of equal shapes are traced and lowered once.
-_cast_and_observe = jax.jit(cast_with_amax, static_argnums=2)
+@partial(jax.jit, static_argnums=(2, 3))
+def _cast_and_observe(
+    x: jax.Array, scale: jax.Array, fmt: Format, split: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    if split:
+        return cast_transpose_with_amax(x, scale, fmt, split)
+    values, seen = cast_with_amax(x, scale, fmt)
+    return values, values, seen
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def _cast_current(x: jax.Array, fmt: Format, policy: ScalePolicy) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _cast_current(x: jax.Array, fmt: Format, policy: ScalePolicy, split: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     into, back = current_scales(amax(x), fmt, policy)
-    return cast(x, into, fmt), back
+    if split:
+        return *cast_transpose(x, into, fmt, split), back
+    values = cast(x, into, fmt)
+    return values, values, back
 
 
 def current_scales(greatest: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
@@ -119,10 +146,9 @@ def as_codes(x: jax.Array) -> jax.Array:
     """Return native FP8 as uint8, as it is saved for the backward pass.
 
     What `jax.checkpoint` saves of a float8 dtype it rounds to fewer exponents than E4M3 has, and XLA on CPUs copies
-    bytes faster when loops stack them. Without the barrier, XLA on GPUs would run a kernel a second time to write its
-    codes into the stack of a loop.
+    bytes faster when loops stack them.
     """
-    return lax.bitcast_convert_type(lax.optimization_barrier(x), jnp.uint8)
+    return lax.bitcast_convert_type(x, jnp.uint8)
 
 
 def refuse_explicit_axes(what: str, tree: Any) -> None:
@@ -163,14 +189,29 @@ class Bilinear:
 
     Attributes:
         tensors: What is cast to FP8 and has state; the output gradient is, or is not.
-        forward: (lhs, rhs, extra) -> the float32 result of native FP8 operands.
-        gradients: (lhs, rhs, output gradient, extra, dtype of the kernel's gradient) -> the gradients of both operands
-            before they are scaled.
+        narrows: Whether `forward` and `lhs_gradient` take bfloat16 as dtype, else float32 alone.
+        forward: (lhs, rhs, extra, dtype) -> the result of native FP8 operands, before it is scaled.
+        lhs_gradient: (rhs, output gradient, extra, dtype, aval of lhs) -> the gradient of lhs, before it is scaled.
+        rhs_gradient: (lhs, output gradient, extra, dtype, aval of rhs) -> the gradient of rhs, before it is scaled.
     """
 
     tensors: ClassVar[tuple[Tensor, ...]] = TENSORS
+    narrows: ClassVar[bool] = False
     forward: Callable[..., jax.Array]
-    gradients: Callable[..., tuple[jax.Array, jax.Array]]
+    lhs_gradient: Callable[..., jax.Array]
+    rhs_gradient: Callable[..., jax.Array]
+
+    @property
+    def splits(self) -> dict[Tensor, int]:
+        """Where casts divide the dimensions for a transpose; empty if no dot takes transposes.
+
+        With transposes `forward` takes that of rhs, `rhs_gradient` those of lhs and of the output gradient.
+        """
+        return {}
+
+    def with_transposes(self, lhs: jax.Array, rhs: Kernel) -> "Bilinear":
+        """Return the form that takes transposes, if there is one and kernels make them; else itself."""
+        return self
 
     def prepare(self, x: jax.Array, extra: Any) -> jax.Array:
         """Return an operand of which everything may be observed: lhs, or the output gradient."""
@@ -236,6 +277,7 @@ def multiply(
     if found.by_row:
         with reverse_mode_only():
             return how.by_row(lhs, rhs, found, result)
+    how = how.with_transposes(lhs, rhs)
     dtypes = lhs.dtype, rhs.gradient.dtype if isinstance(rhs, Fp8Param) else rhs.dtype
     product = Product(how=how, scaling=found, tensors=tensors, dtype=result, operand_dtypes=dtypes)
     lhs, rhs, extra = vary_alike((lhs, rhs, extra), live)
@@ -285,17 +327,28 @@ def _multiply(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: L
 def _forward(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: LiveState) -> tuple[jax.Array, Any]:
     lhs, rhs = jax.tree.map(first_order_only, (lhs, rhs))
     scaling, scales = product.scaling, scales_of(live, product.scaling)
-    a, a_back, a_amax = cast_operand(scaling, "input", product.how.prepare(lhs, extra), scales.get("input", ()))
+    how, splits = product.how, product.how.splits
+    a = cast_operand(scaling, "input", how.prepare(lhs, extra), scales.get("input", ()), splits.get("input", 0))
     if isinstance(rhs, Fp8Param):
         # `fp8_all_gather` has cast it, observed it and has its state
-        b, b_back, b_amax = rhs.data, rhs.scale_inv, None
+        b = Cast(rhs.data, rhs.data, rhs.scale_inv, None)
     else:
-        b, b_back, b_amax = cast_operand(scaling, "kernel", rhs, scales.get("kernel", ()))
-    result = _scaled(product.how.forward(a, b, extra), a_back * b_back, product.dtype)
-    seen = [like(x, live[tensor]) for tensor, x in (("input", a_amax), ("kernel", b_amax)) if x is not None]
-    numbers = jnp.stack(vary_alike([a_back, b_back, *scales.get("output_grad", ()), *seen]))
+        b = cast_operand(scaling, "kernel", rhs, scales.get("kernel", ()), splits.get("kernel", 0))
+    result = scaled_dot(
+        lambda a, b, dtype: how.forward(a, b, extra, dtype),
+        (a.values, b.transposed),
+        a.back * b.back,
+        product.dtype,
+        how.narrows,
+    )
+    seen = [like(x.amax, live[tensor]) for tensor, x in (("input", a), ("kernel", b)) if x.amax is not None]
+    numbers = jnp.stack(vary_alike([a.back, b.back, *scales.get("output_grad", ()), *seen]))
     # Of the live leaves only how they are mapped matters: nothing reads their numbers again.
-    return result, (as_codes(a), as_codes(b), numbers, extra, live)
+    saved = as_codes(a.transposed), as_codes(b.values)
+    if not splits:
+        # These codes are multiplied as well. XLA on GPUs would run their cast again to write them into a loop's stack.
+        saved = lax.optimization_barrier(saved)
+    return result, (*saved, numbers, extra, live)
 
 
 # JAX traces the function and its forward rule, each more than once; inlined, so that programs show no call.
@@ -312,16 +365,24 @@ def _backward(product: Product, residuals: Any, g: Any) -> tuple[Any, ...]:
     scaling, (a_back, b_back, *rest) = product.scaling, numbers
     casts_gradient = "output_grad" in product.tensors
     scales = [rest.pop(0), rest.pop(0)] if live and casts_gradient else []
-    c, c_back, c_amax = g, jnp.float32(1), None
+    how, c = product.how, Cast(g, g, jnp.float32(1), None)
     if casts_gradient:
-        c, c_back, c_amax = cast_operand(scaling, "output_grad", product.how.prepare(g, extra), scales)
+        split = how.splits.get("output_grad", 0)
+        c = cast_operand(scaling, "output_grad", how.prepare(g, extra), scales, split)
     of_lhs, of_rhs = product.operand_dtypes
-    values = as_native(a, scaling.format_of("input")), as_native(b, scaling.format_of("kernel"))
-    d_lhs, d_rhs = product.how.gradients(*values, c, extra, scaling.gradient_dtype(of_rhs))
-    d_lhs, d_rhs = _scaled(d_lhs, c_back * b_back, of_lhs), _scaled(d_rhs, a_back * c_back, of_rhs)
-    backs = {"input": a_back, "kernel": b_back, "output_grad": c_back}
+    a, b = as_native(a, scaling.format_of("input")), as_native(b, scaling.format_of("kernel"))
+    d_lhs = scaled_dot(
+        lambda b, c, dtype: how.lhs_gradient(b, c, extra, dtype, jax.typeof(a)),
+        (b, c.values),
+        c.back * b_back,
+        of_lhs,
+        how.narrows,
+    )
+    d_rhs = how.rhs_gradient(a, c.transposed, extra, scaling.gradient_dtype(of_rhs), jax.typeof(b))
+    d_rhs = _scaled(d_rhs, a_back * c.back, of_rhs)
+    backs = {"input": a_back, "kernel": b_back, "output_grad": c.back}
     # in the order of the state, in which that of the output gradient is the last
-    seen = dict(zip(product.tensors, [*rest, c_amax], strict=False))
+    seen = dict(zip(product.tensors, [*rest, c.amax], strict=False))
     observed = {tensor: observation(seen[tensor], backs[tensor], leaf) for tensor, leaf in live.items()}
     if "kernel" not in product.tensors:
         d_rhs = Fp8Param(None, None, d_rhs)  # pyrefly: ignore[bad-argument-type]  (custom_vjp's zeros)
@@ -345,6 +406,39 @@ def _forward_rule(product: Product, lhs: Any, rhs: Any, extra: Any, live: Any) -
 
 
 _multiply.defvjp(_forward_rule, _backward, symbolic_zeros=True)
+
+
+def scaled_dot(
+    dot: Callable[..., jax.Array],
+    operands: tuple[jax.Array, jax.Array],
+    factor: jax.Array,
+    dtype: np.dtype,
+    narrows: bool,
+) -> jax.Array:
+    """Return a dot times the float32 `factor`, in `dtype`.
+
+    On NVIDIA GPUs the dot of a bfloat16 result is rounded to bfloat16 before it is multiplied in float32 and rounded
+    again (`docs/definition.md`): half of the bytes. Sums of FP8 products neither overflow bfloat16 nor become
+    subnormal in it; in float16 they would overflow.
+
+    Args:
+        dot: (*operands, dtype) -> the unscaled result.
+        operands: Native FP8 arrays.
+        factor: float32, broadcastable to the result.
+        dtype: Of the result.
+        narrows: Whether `dot` takes bfloat16.
+    """
+
+    def wide(factor: jax.Array, *operands: jax.Array) -> jax.Array:
+        return _scaled(dot(*operands, np.float32), factor, dtype)
+
+    def narrow(factor: jax.Array, *operands: jax.Array) -> jax.Array:
+        return _scaled(dot(*operands, dtype), factor, dtype)
+
+    if dtype != jnp.bfloat16 or not narrows or traced_capability() is None:
+        return wide(factor, *operands)
+    # Chosen when the program is lowered: beside a GPU, programs for CPUs keep their numbers.
+    return lax.platform_dependent(factor, *operands, cuda=narrow, default=wide)
 
 
 def _scaled(result: jax.Array, factor: jax.Array, dtype: np.dtype) -> jax.Array:

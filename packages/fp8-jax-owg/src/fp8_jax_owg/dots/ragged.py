@@ -5,10 +5,10 @@ belong to none: they give zeros, get none, and are not observed.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -32,17 +32,19 @@ class RaggedRows(Bilinear):
         inside = jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(extra)
         return jnp.where(inside[:, None], x, jnp.zeros((), x.dtype))
 
-    def forward(self, lhs: jax.Array, rhs: jax.Array, extra: jax.Array) -> jax.Array:
+    def forward(self, lhs: jax.Array, rhs: jax.Array, extra: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Return the float32 result of native FP8 operands."""
-        return lax.ragged_dot(lhs, rhs, extra, preferred_element_type=jnp.float32)
+        return lax.ragged_dot(lhs, rhs, extra, preferred_element_type=dtype)
 
-    def gradients(
-        self, lhs: jax.Array, rhs: jax.Array, grad: jax.Array, extra: jax.Array, kernel_dtype: np.dtype
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return both gradients, in the precision that those of a matmul have where none is asked for."""
-        precision = lax.Precision.HIGHEST
-        d_lhs = lax.ragged_dot(grad, jnp.swapaxes(rhs, 1, 2), extra, precision, jnp.float32)
-        return d_lhs, lax.ragged_dot_general(lhs, grad, extra, BY_ROWS, precision, jnp.float32)
+    # Gradients have the precision that those of a matmul have where none is asked for.
+
+    def lhs_gradient(self, rhs: jax.Array, grad: jax.Array, extra: jax.Array, dtype: DTypeLike, like: Any) -> jax.Array:
+        """Return the gradient of lhs."""
+        return lax.ragged_dot(grad, jnp.swapaxes(rhs, 1, 2), extra, lax.Precision.HIGHEST, dtype)
+
+    def rhs_gradient(self, lhs: jax.Array, grad: jax.Array, extra: jax.Array, dtype: DTypeLike, like: Any) -> jax.Array:
+        """Return the gradient of rhs in float32."""
+        return lax.ragged_dot_general(lhs, grad, extra, BY_ROWS, lax.Precision.HIGHEST, jnp.float32)
 
 
 def fp8_ragged_dot(
