@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType
 from jax.typing import ArrayLike, DTypeLike
 
@@ -438,7 +439,21 @@ def scaled_dot(
     if dtype != jnp.bfloat16 or not narrows or traced_capability() is None:
         return wide(factor, *operands)
     # Chosen when the program is lowered: beside a GPU, programs for CPUs keep their numbers.
-    return lax.platform_dependent(factor, *operands, cuda=narrow, default=wide)
+    return lax.platform_dependent(factor, *operands, cuda=narrow, default=_hidden(wide))
+
+
+def _hidden(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Hide the inside of a function from the policies of `jax.checkpoint`.
+
+    They look into both branches of `platform_dependent`, and what one of them saves, the other saves as zeros.
+    """
+    hidden = custom_vmap(function)
+
+    @hidden.def_vmap
+    def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
+        return jax.vmap(function, [0 if is_batched else None for is_batched in batched])(*operands), True
+
+    return hidden
 
 
 def _scaled(result: jax.Array, factor: jax.Array, dtype: np.dtype) -> jax.Array:
