@@ -36,6 +36,14 @@ CALLS = {
         lambda x, f: jax_casts.cast_with_amax(x, jnp.float32(3), get_format(f)),
         lambda d, f: plans.cast(SIZE, d, f, with_amax=True),
     ),
+    "cast_transpose": (
+        lambda x, f: jax_casts.cast_transpose(x, jnp.float32(3), get_format(f), 1),
+        lambda d, f: plans.cast_transpose(*SHAPE, d, f),
+    ),
+    "cast_transpose_with_amax": (
+        lambda x, f: jax_casts.cast_transpose_with_amax(x, jnp.float32(3), get_format(f), 1),
+        lambda d, f: plans.cast_transpose(*SHAPE, d, f, with_amax=True),
+    ),
     "quantize_rowwise": (jax_fp8.quantize_rowwise, lambda d, f: plans.rowwise(*SHAPE, d, f, inverse=False)),
     "quantize_blockwise 1x128": (
         jax_fp8.quantize_blockwise,

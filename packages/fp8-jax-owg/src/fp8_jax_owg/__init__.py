@@ -10,7 +10,7 @@ from fp8_jax_owg.checks import assert_fp8_collectives, assert_fp8_dots, find_col
 from fp8_jax_owg.dots.casts import in_q, in_qdq, out_dq, out_qdq
 from fp8_jax_owg.dots.conv import fp8_conv_general_dilated
 from fp8_jax_owg.dots.dot import fp8_dot_general, fp8_einsum
-from fp8_jax_owg.dots.product import Fp8Param
+from fp8_jax_owg.dots.operands import Fp8Param
 from fp8_jax_owg.dots.ragged import fp8_ragged_dot
 from fp8_jax_owg.gradients import grad, share_state, value_and_grad
 from fp8_jax_owg.reports import report

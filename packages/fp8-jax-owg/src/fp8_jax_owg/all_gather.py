@@ -18,7 +18,8 @@ from fp8_common import Fp8Error
 from fp8_common.jax import amax
 from fp8_common.jax.arrays import as_native, float_key, from_bits
 from fp8_common.jax.casts import cast
-from fp8_jax_owg.dots.product import Fp8Param, as_codes, as_operand, current_scales, match_state, refuse_explicit_axes
+from fp8_jax_owg.dots.operands import Fp8Param, as_codes, as_operand, current_scales, refuse_explicit_axes
+from fp8_jax_owg.dots.product import match_state
 from fp8_jax_owg.scaling import Scaling, ScalingChoice
 from fp8_jax_owg.state.cotangents import first_order_only
 from fp8_jax_owg.state.live import observation, scales_of

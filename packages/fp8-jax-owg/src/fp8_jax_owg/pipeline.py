@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
-from fp8_jax_owg.dots.product import refuse_explicit_axes
+from fp8_jax_owg.dots.operands import refuse_explicit_axes
 from fp8_jax_owg.state.cotangents import is_shared, share_leaf
 from fp8_jax_owg.state.pairs import owg_flags
 from fp8_jax_owg.state.share import gate, share, unshare

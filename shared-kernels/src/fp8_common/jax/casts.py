@@ -166,25 +166,22 @@ def cast_with_amax(x: jax.Array, scale: jax.Array, fmt: Format) -> tuple[jax.Arr
     return data, from_bits(key[0])
 
 
-def cast_transpose(x: jax.Array, scale: jax.Array, fmt: Format, split: int) -> tuple[jax.Array, jax.Array]:
+def cast_transpose(x: jax.Array, scale: jax.Array, fmt: Format, split: int) -> tuple[jax.Array, ...]:
     """Return `cast(x, scale, fmt)` for a scale of one element, and its transpose; a kernel reads `x` once.
 
     Args:
         x: float16, bfloat16 or float32, at least two dimensions.
         scale: float32 in [2^-126, 2^100], one element.
         fmt: The FP8 format; static under jit.
-        split: Number of dimensions that the transpose has last, in their order; the others are first. Static under jit.
+        split: Number of dimensions that the transpose has last; static under jit.
     """
-    data, transposed = _CAST_TRANSPOSE(x, scale, fmt=fmt, split=split)
-    return data, transposed
+    return tuple(_CAST_TRANSPOSE(x, scale, fmt=fmt, split=split))
 
 
-def cast_transpose_with_amax(
-    x: jax.Array, scale: jax.Array, fmt: Format, split: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def cast_transpose_with_amax(x: jax.Array, scale: jax.Array, fmt: Format, split: int) -> tuple[jax.Array, ...]:
     """Return `cast_transpose(x, scale, fmt, split)`, and `amax(x)`; a kernel reads `x` once."""
-    data, transposed, key = _CAST_TRANSPOSE_WITH_AMAX(x, scale, fmt=fmt, split=split)
-    return data, transposed, from_bits(key[0])
+    *both, key = _CAST_TRANSPOSE_WITH_AMAX(x, scale, fmt=fmt, split=split)
+    return *both, from_bits(key[0])
 
 
 # Jitted, so that an eager call is compiled as a whole; inlined where a caller is traced, which then shows no call.
@@ -232,8 +229,8 @@ def _transposed_too(x: jax.Array, scale: jax.Array, *, fmt: Format, split: int) 
 
 
 def _plan_of_transpose(plans: Any, x: Any, scale: Any, *, fmt: Format, split: int, with_amax: bool = False) -> Any:
-    rows, columns = math.prod(x.shape[:split]), math.prod(x.shape[split:])
-    return plans.cast_transpose(rows, columns, str(x.dtype), fmt, with_amax=with_amax)
+    sizes = math.prod(x.shape[:split]), math.prod(x.shape[split:])
+    return plans.cast_transpose(*sizes, str(x.dtype), fmt, with_amax=with_amax)
 
 
 _CAST_TRANSPOSE = KernelOp(
@@ -397,6 +394,5 @@ _ROWS = KernelOp(
     name="fp8_rowwise",
     reference=_rows,
     plan=_plan_of_rows,
-    # the axis that shares a scale must be the last
-    fits=lambda x, *, axis, fmt, policy: x.ndim > 0 and axis % x.ndim == x.ndim - 1,
+    fits=lambda x, *, axis, fmt, policy: x.ndim > 0 and axis % x.ndim == x.ndim - 1,  # the last shares a scale
 )

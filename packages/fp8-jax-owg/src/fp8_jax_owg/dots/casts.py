@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from fp8_common import Fp8Error
 from fp8_common.jax.arrays import vary_alike
 from fp8_common.jax.casts import multiply_back
-from fp8_jax_owg.dots.product import as_codes, as_operand, cast_operand
+from fp8_jax_owg.dots.operands import as_codes, as_operand, cast_operand
 from fp8_jax_owg.scaling import DelayedScaling, ScalingChoice, Tensor, as_scaling
 from fp8_jax_owg.state.cotangents import first_order_only, like, reverse_mode_only
 from fp8_jax_owg.state.live import as_live, observation, scales_of

@@ -16,7 +16,8 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_jax_owg.dots.dot import Precision, constrain
-from fp8_jax_owg.dots.product import Bilinear, as_operand, multiply
+from fp8_jax_owg.dots.operands import as_operand
+from fp8_jax_owg.dots.product import Bilinear, multiply
 from fp8_jax_owg.scaling import ScalingChoice, Tensor
 from fp8_jax_owg.state.pairs import Meta
 

@@ -23,7 +23,8 @@ from fp8_common.jax.arrays import divide_nearest, vary_alike
 from fp8_common.jax.casts import cast_slices
 from fp8_jax_owg.derivatives import check_derivative
 from fp8_jax_owg.dots.einsum import as_letters
-from fp8_jax_owg.dots.product import Bilinear, Fp8Param, Kernel, as_kernel, as_operand, multiply, refuse_explicit_axes
+from fp8_jax_owg.dots.operands import Fp8Param, Kernel, as_kernel, as_operand, may_spread, refuse_explicit_axes
+from fp8_jax_owg.dots.product import Bilinear, multiply
 from fp8_jax_owg.scaling import Scaling, ScalingChoice, Tensor
 from fp8_jax_owg.state.cotangents import first_order_only
 from fp8_jax_owg.state.pairs import Meta
@@ -165,13 +166,14 @@ class Matmul(Bilinear):
     def with_transposes(self, lhs: jax.Array, rhs: Kernel) -> "Matmul":
         """Return the form in which all three matmuls sum the last dimensions of both operands, which GPUs need.
 
-        There is one for `LS,SR->LR` with groups of letters L, S and R, if the kernel is cast here.
+        There is one for `LS,SR->LR` with groups of letters L, S and R, if the kernel is cast here. Arrays that the
+        partitioner may spread over devices keep the other: it would gather a kernel and its transpose.
         """
         letters, summed = self.contraction, self.contraction.summed
         kept, right = letters.lhs.removesuffix(summed), letters.rhs.removeprefix(summed)
         is_matrix = kept and summed and right and letters == (kept + summed, summed + right, kept + right)
-        shardings = *(jax.typeof(x).sharding for x in jax.tree.leaves((lhs, rhs))), self.out_sharding
-        if not is_matrix or isinstance(rhs, Fp8Param) or any(map(_is_explicit, shardings)) or not selects_kernels():
+        spread = any(map(may_spread, jax.tree.leaves((lhs, rhs)))) or _is_explicit(self.out_sharding)
+        if not is_matrix or isinstance(rhs, Fp8Param) or spread or not selects_kernels():
             return self
         return dataclasses.replace(self, transposes=True)
 

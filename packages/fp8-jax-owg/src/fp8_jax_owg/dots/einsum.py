@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from opt_einsum.parser import parse_einsum_input
 
 from fp8_common import Fp8Error
-from fp8_jax_owg.dots.product import Fp8Param, Kernel
+from fp8_jax_owg.dots.operands import Fp8Param, Kernel
 
 
 def as_letters(equation: str, a: jax.Array, b: Kernel) -> tuple[jax.Array, Kernel, tuple[str, str, str]]:

@@ -8,172 +8,24 @@ cotangents of their live leaves.
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import AxisType
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
-from fp8_common import Format, Fp8Error, Fp8UnsupportedError, ScalePolicy
-from fp8_common.jax import amax, amax_to_scale
-from fp8_common.jax._kernels import traced_capability
-from fp8_common.jax.arrays import as_input, as_native, divide_nearest, vary_alike
-from fp8_common.jax.casts import cast, cast_transpose, cast_transpose_with_amax, cast_with_amax
+from fp8_common import Fp8Error
+from fp8_common.jax._kernels import selects_kernels, traced_capability
+from fp8_common.jax.arrays import as_native, vary_alike
 from fp8_jax_owg.derivatives import check_derivative
+from fp8_jax_owg.dots.operands import Cast, Fp8Param, Kernel, as_codes, cast_operand, may_spread
 from fp8_jax_owg.scaling import TENSORS, CurrentScaling, DelayedScaling, Scaling, ScalingChoice, Tensor, as_scaling
 from fp8_jax_owg.state.cotangents import first_order_only, is_shared, like, reverse_mode_only
 from fp8_jax_owg.state.live import UnsharedStateWarning, as_live, observation, scales_of
 from fp8_jax_owg.state.pairs import Meta, pair_of
-
-# ---------------------------------------------------------------- operands
-
-
-class Fp8Param(NamedTuple):
-    """A parameter in FP8, from `fp8_all_gather`; `fp8_dot_general` and `fp8_einsum` take it as `rhs`.
-
-    Attributes:
-        data: E4M3 codes in the native dtype, shape of the parameter.
-        scale_inv: float32 scalar, multiplies `data` back.
-        gradient: Shape of the parameter, in its dtype. Its value is never read: matmuls send the gradient of the
-            parameter here, because FP8 codes could not carry it.
-    """
-
-    data: jax.Array
-    scale_inv: jax.Array
-    gradient: jax.Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter."""
-        return self.data.shape
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return self.data.ndim
-
-
-Kernel = jax.Array | Fp8Param
-
-
-def as_operand(x: ArrayLike, name: str) -> jax.Array:
-    """Return an operand as an array, that of JAX's default dtype for Python numbers.
-
-    Raises:
-        Fp8Error: Its dtype cannot be cast to FP8.
-    """
-    return as_input(jnp.asarray(x), name)
-
-
-def as_kernel(rhs: ArrayLike | Fp8Param) -> Kernel:
-    """Return the second operand as an array, unless it is cast already; errors as in `as_operand`."""
-    return rhs if isinstance(rhs, Fp8Param) else as_operand(rhs, "rhs")
-
-
-class Cast(NamedTuple):
-    """An operand in FP8.
-
-    Attributes:
-        values: Native dtype, shape of the operand.
-        transposed: The same with the last dimensions first; without a transpose, `values`.
-        back: float32 scalar that multiplies values back.
-        amax: float32 scalar max |x|; None for current scaling.
-    """
-
-    values: jax.Array
-    transposed: jax.Array
-    back: jax.Array
-    amax: Any
-
-
-def cast_operand(
-    scaling: Scaling, tensor: Tensor, x: jax.Array, scales: Sequence[jax.Array] = (), split: int = 0
-) -> Cast:
-    """Cast an operand, saturating.
-
-    Args:
-        scaling: How scales are found.
-        tensor: Which one it is.
-        x: float16, bfloat16 or float32, any shape.
-        scales: float32 scalars into FP8, in [2^-126, 2^100], and back, from its state; empty for current scaling.
-        split: Number of dimensions that the transpose has last; 0 makes no transpose.
-    """
-    fmt = scaling.format_of(tensor)
-    # Nothing is another mesh for JAX than an empty one, under which it runs forward rules: each cast would be traced
-    # and lowered twice.
-    with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
-        if not scales:
-            return Cast(*_cast_current(x, fmt, scaling.policy, split), amax=None)
-        into, back = scales
-        values, transposed, seen = _cast_and_observe(x, into, fmt, split)
-        return Cast(values, transposed, back, seen)
-
-
-# Functions of their own in the traced program, so that casts of equal shapes are traced and lowered once.
-@partial(jax.jit, static_argnums=(2, 3))
-def _cast_and_observe(
-    x: jax.Array, scale: jax.Array, fmt: Format, split: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    if split:
-        return cast_transpose_with_amax(x, scale, fmt, split)
-    values, seen = cast_with_amax(x, scale, fmt)
-    return values, values, seen
-
-
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _cast_current(x: jax.Array, fmt: Format, policy: ScalePolicy, split: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    into, back = current_scales(amax(x), fmt, policy)
-    if split:
-        return *cast_transpose(x, into, fmt, split), back
-    values = cast(x, into, fmt)
-    return values, values, back
-
-
-def current_scales(greatest: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
-    """Return the scales into FP8 and back, float32 [2], of a tensor with this amax."""
-    # The policies of `CurrentScaling` limit scales to [2^-126, 2^100]. Their reciprocals are normal numbers, so one
-    # division is exact here; `fp8_common.jax.reciprocal` spends more operations on the others.
-    scale = amax_to_scale(greatest, fmt, policy)
-    # XLA on CPUs drops barriers before it fuses, and would compute the scale, dozens of operations, again for every
-    # element. It writes an array of two before it reads from it.
-    return lax.optimization_barrier(jnp.stack([scale, divide_nearest(1.0, scale)]))
-
-
-def as_codes(x: jax.Array) -> jax.Array:
-    """Return native FP8 as uint8, as it is saved for the backward pass.
-
-    What `jax.checkpoint` saves of a float8 dtype it rounds to fewer exponents than E4M3 has, and XLA on CPUs copies
-    bytes faster when loops stack them.
-    """
-    return lax.bitcast_convert_type(x, jnp.uint8)
-
-
-def refuse_explicit_axes(what: str, tree: Any) -> None:
-    """Raise if an array is sharded over an explicit axis.
-
-    Args:
-        what: What does not run with such arrays.
-        tree: Arrays.
-
-    Raises:
-        Fp8UnsupportedError: One is, with the remedy.
-    """
-    for leaf in jax.tree.leaves(tree):
-        sharding = jax.typeof(leaf).sharding
-        axes = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-        names = [name for part in sharding.spec for name in (part if isinstance(part, tuple) else (part,))]
-        if explicit := [name for name in names if axes.get(name) is AxisType.Explicit]:
-            raise Fp8UnsupportedError(
-                f"{what} cannot run on arrays that are sharded over explicit mesh axes, got {', '.join(explicit)}. "
-                "Wrap the function in jax.sharding.auto_axes, or make the mesh with AxisType.Auto."
-            )
-
-
-# ---------------------------------------------------------------- products
 
 FROZEN = (
     "A kernel is trained and the FP8 state beside it is not: its scales never change, and FP8 training with the scales "
@@ -346,8 +198,9 @@ def _forward(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: Li
     numbers = jnp.stack(vary_alike([a.back, b.back, *scales.get("output_grad", ()), *seen]))
     # Of the live leaves only how they are mapped matters: nothing reads their numbers again.
     saved = as_codes(a.transposed), as_codes(b.values)
-    if not splits:
-        # These codes are multiplied as well. XLA on GPUs would run their cast again to write them into a loop's stack.
+    if not splits and selects_kernels() and not any(map(may_spread, saved)):
+        # These codes are multiplied as well. XLA on GPUs would run their kernel again to write them into a loop's
+        # stack; of arrays that are spread over devices it would gather both.
         saved = lax.optimization_barrier(saved)
     return result, (*saved, numbers, extra, live)
 
@@ -419,7 +272,7 @@ def scaled_dot(
     """Return a dot times the float32 `factor`, in `dtype`.
 
     On NVIDIA GPUs the dot of a bfloat16 result is rounded to bfloat16 before it is multiplied in float32 and rounded
-    again (`docs/definition.md`): half of the bytes. Sums of FP8 products neither overflow bfloat16 nor become
+    again (`docs/numerics/definition.md`): half of the bytes. Sums of FP8 products neither overflow bfloat16 nor become
     subnormal in it; in float16 they would overflow.
 
     Args:

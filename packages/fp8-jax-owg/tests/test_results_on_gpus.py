@@ -1,0 +1,104 @@
+"""Results in bfloat16 on NVIDIA GPUs, rounded before and after the scale: the bound of the definition, in NumPy."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.ad_checkpoint import print_saved_residuals
+from jax.interpreters import partial_eval
+
+import fp8_jax_owg as owg
+from fp8_common import get_format
+from fp8_common.jax import _kernels as kernels
+from fp8_common.jax import casts
+
+U = 2.0**-8 / (1 + 2.0**-8)
+BOUND = 2 * U + U**2 + 2.0**-23
+
+
+def rounded(x):
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def sums():
+    """Float32 sums at and near the ties of bfloat16, and random ones, in [1, 2)."""
+    ties = (np.arange(128, 256) + 0.5) * 2.0**-7
+    near = [ties * (1 + step * 2.0**-23) for step in (-2, -1, 0, 1, 2)]
+    return np.concatenate([*near, np.random.default_rng(0).uniform(1, 2, 4096)]).astype(np.float32)
+
+
+def test_rounding_twice_stays_within_its_bound_and_one_step():
+    y = sums()
+    steps = 2.0 ** -np.arange(1, 24)
+    factors = [1 + np.random.default_rng(1).uniform(0, 1, 2000), 1 + np.arange(256) / 256, 2 - steps, 1 + steps]
+    worst = 0.0
+    for factor in np.concatenate(factors).astype(np.float32):
+        once, twice = rounded(y * factor), rounded(rounded(y) * factor)
+        exact = y.astype(np.float64) * np.float64(factor)
+        worst = max(worst, float(np.max(np.abs(twice - exact) / exact)))
+        keys = [x.astype(ml_dtypes.bfloat16).view(np.int16).astype(np.int32) for x in (once, twice)]
+        assert np.abs(keys[0] - keys[1]).max() <= 1
+    print(f"{worst:.6f} of {BOUND:.6f}")
+    assert U < worst <= BOUND  # it is more than one rounding
+
+
+def test_powers_of_two_change_nothing():
+    y = sums()
+    for exponent in range(-120, 110):
+        factor = np.float32(2.0**exponent)
+        np.testing.assert_array_equal(rounded(y * factor), rounded(rounded(y) * factor))
+
+
+# ---------------------------------------------------------------- programs that are traced for a GPU
+
+SCALING = owg.DelayedScaling(amax_history_length=4)
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+    monkeypatch.setattr(kernels, "_obstacle", lambda: None)
+    monkeypatch.setattr(kernels, "_gpu_capability", lambda: 90)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def dot(x, w):
+    return owg.fp8_dot_general(x, w, (((1,), (0,)), ((), ())), meta=owg.init_meta(SCALING), scaling=SCALING)
+
+
+@pytest.mark.own_trace
+def test_dots_saveable_saves_the_result_of_one_platform(as_on_gpu, capsys):
+    saveable = jax.checkpoint(
+        lambda x, w: jnp.sin(dot(x, w).astype(jnp.float32)).sum(), policy=jax.checkpoint_policies.dots_saveable
+    )
+    print_saved_residuals(saveable, jnp.ones((64, 32), jnp.bfloat16), jnp.ones((32, 48), jnp.bfloat16))
+    assert re.findall(r"(\w+)\[64,48\]", capsys.readouterr().out) == ["bf16"]
+
+
+@pytest.mark.own_trace
+@pytest.mark.parametrize(
+    ("used", "name"),
+    [
+        ((True, True, True), "fp8_cast_transpose_with_amax"),
+        ((True, True, False), "fp8_cast_transpose"),
+        ((True, False, True), "fp8_cast_with_amax"),
+        ((True, False, False), "fp8_cast"),
+        ((False, False, True), "fp8_amax_key"),
+    ],
+)
+def test_what_nobody_uses_is_not_computed(as_on_gpu, used, name):
+    def cast(x):
+        results = casts.cast_transpose_with_amax(x, jnp.float32(2), get_format("e4m3"), 1)
+        return [result for result, is_used in zip(results, used, strict=True) if is_used]
+
+    x = jnp.arange(64, dtype=jnp.float32).reshape(4, 16)
+    closed = jax.make_jaxpr(cast)(x)
+    alone, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * sum(used))
+    assert [eqn.primitive.name for eqn in alone.eqns if eqn.primitive.name.startswith("fp8_")] == [name]
+    found = jax.core.eval_jaxpr(alone, closed.consts, x)
+    for one, wanted in zip(found, cast(x), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(wanted))
