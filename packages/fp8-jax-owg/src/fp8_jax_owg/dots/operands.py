@@ -92,7 +92,8 @@ def cast_operand(
     # and lowered twice.
     with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
         if not scales:
-            return Cast(*_cast_current(x, fmt, scaling.policy, split), amax=None)
+            values, transposed, back = _cast_current(x, fmt, scaling.policy, split)
+            return Cast(values, transposed, back, None)
         into, back = scales
         values, transposed, seen = _cast_and_observe(x, into, fmt, split)
         return Cast(values, transposed, back, seen)
@@ -100,9 +101,7 @@ def cast_operand(
 
 # Functions of their own in the traced program, so that casts of equal shapes are traced and lowered once.
 @partial(jax.jit, static_argnums=(2, 3))
-def _cast_and_observe(
-    x: jax.Array, scale: jax.Array, fmt: Format, split: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _cast_and_observe(x: jax.Array, scale: jax.Array, fmt: Format, split: int) -> tuple[jax.Array, ...]:
     if split:
         return cast_transpose_with_amax(x, scale, fmt, split)
     values, seen = cast_with_amax(x, scale, fmt)
@@ -110,7 +109,7 @@ def _cast_and_observe(
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
-def _cast_current(x: jax.Array, fmt: Format, policy: ScalePolicy, split: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _cast_current(x: jax.Array, fmt: Format, policy: ScalePolicy, split: int) -> tuple[jax.Array, ...]:
     into, back = current_scales(amax(x), fmt, policy)
     if split:
         return *cast_transpose(x, into, fmt, split), back
