@@ -41,12 +41,12 @@ def pytest_generate_tests(metafunc):
         return
     if metafunc.config.getoption("full") or metafunc.module.__name__.endswith(TRACED_AS_FOR_GPU):
         ids = ["as here", "as for a GPU"]
-        metafunc.parametrize("_traced_for", [None, CAPABILITY], indirect=True, scope="session", ids=ids)
+        metafunc.parametrize("_traced_for", [None, CAPABILITY], indirect=True, scope="module", ids=ids)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _traced_for(request):
-    """Select kernels when tracing, without a GPU or Triton; a session's fixture, so that tests are sorted by it."""
+    """Select kernels when tracing, without a GPU or Triton; a fixture of the module, which sorts its tests by it."""
     if getattr(request, "param", None) is None:
         yield
         return
