@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,6 +49,27 @@ def test_the_compiler_is_disabled_as_torch_disables_it():
     hidden = compat.disable_compiler(lambda: seen.append(torch.compiler.is_compiling()))
     torch.compile(lambda x: (hidden(), x + 1)[1], backend="eager")(torch.ones(1))
     assert seen == [False], LOOK.format("disable_compiler")
+
+
+def test_inductor_compiles_the_function_of_an_operator_and_its_caches_know_the_key():
+    """Without the private names of `decompose` the operator itself would run."""
+    now = {"factor": 3, "key": "first"}
+    operator = torch.library.custom_op(
+        "fp8_compat_test::times", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    compat.decompose(operator, lambda x: x * now["factor"], torch.empty_like, lambda: now["key"], "cpu")
+
+    def compiled():
+        torch.compiler.reset()
+        return torch.compile(lambda x: operator(x) + 1)(torch.ones(4)).tolist()[0]
+
+    with fresh_cache():
+        found = [compiled()]
+        now["factor"] = 5
+        found.append(compiled())  # from the cache
+        now["key"] = "second"
+        found.append(compiled())
+    assert found == [4, 4, 6], LOOK.format("decompose")
 
 
 def test_units_for_bfloat16_are_those_that_the_kernel_of_the_system_names():

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from fp8_common.policy import ScalePolicy
-from fp8_common.torch._triton import shown
+from fp8_common.torch._triton import shown, sources
 from fp8_common.torch.compat import constant_of_record, decompose
 
 NAMESPACE = "fp8_common"
@@ -37,9 +37,10 @@ def operator(
     def decorate(function: _Function) -> _Function:
         name = f"{NAMESPACE}::{function.__name__.removesuffix('_op')}"
         made = torch.library.custom_op(name, function, mutates_args=tuple(mutates))
-        made.register_fake(fake)
         if launches:
-            decompose(made, shown(function))
+            decompose(made, shown(function), fake, sources, "cuda")
+        else:
+            made.register_fake(fake)
 
         @functools.wraps(function)
         def call(*args: Any, **named: Any) -> Any:

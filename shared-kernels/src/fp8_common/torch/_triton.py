@@ -6,16 +6,19 @@ a compiler sees: operations that it fuses with their neighbours, or one operator
 Of operators that only launch kernels, compilers see the launches (`shown`). The bits are the same each way.
 """
 
+import hashlib
 import importlib
 import importlib.util
 import threading
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+import fp8_common
 from fp8_common._env import backend
 from fp8_common.errors import Fp8UnsupportedError
 from fp8_common.formats import Format
@@ -59,6 +62,17 @@ def shown(function: Callable[..., Any]) -> Callable[..., Any]:
             _now.launches = None
 
     return trace
+
+
+def sources() -> str:
+    """Return what compiled launches depend on besides shapes: the code of this package, and the backend."""
+    return f"{_hash()} {backend()}"
+
+
+@cache
+def _hash() -> str:
+    files = sorted(Path(fp8_common.__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def takes(x: torch.Tensor, fmt: Format | None = None, policy: ScalePolicy | None = None) -> bool:

@@ -18,7 +18,6 @@ from torch._compile import _disable_dynamo
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.tensor import DTensor
 from torch.library import CustomOpDef
@@ -108,20 +107,43 @@ def constant_of_record(function: Function) -> Function:
     return assume_constant_result(function) if TorchVersion(torch.__version__) >= "2.13" else function
 
 
-def decompose(operator: CustomOpDef, function: Callable[..., Any]) -> None:
+def decompose(
+    operator: CustomOpDef, function: Callable[..., Any], fake: Callable[..., Any], key: Callable[[], str], device: str
+) -> None:
     """Let Inductor compile `function` in place of the operator, unless that returns NotImplemented.
 
     `torch.library.triton_op` does so before the graph is cut into forward and backward: equal launches are then no
     longer found, and made again. Here the graph is that of opaque operators until both halves are done. In the function
-    `torch.compiler.is_compiling` is False. Operators that write to arguments stay opaque.
+    `torch.compiler.is_compiling` is False. Operators that write to arguments stay opaque, and all where a torch lacks
+    the names below.
+
+    Args:
+        operator: The operator.
+        function: What Inductor compiles.
+        fake: The function without data, for `register_fake`.
+        key: Returns what `function` depends on besides its arguments; code in Inductor's caches is of one key.
+        device: The type of the devices on which it does so.
     """
 
     @cache
     def register() -> None:
         # only now, because it takes seconds to import
-        from torch._inductor.fx_passes.post_grad import pass_patterns
-        from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern
+        try:
+            from torch._inductor.codegen.common import custom_backend_passes
+            from torch._inductor.custom_graph_pass import CustomGraphModulePass
+            from torch._inductor.fx_passes.post_grad import pass_patterns
+            from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern
+        except ImportError:
+            return
 
+        class Key(CustomGraphModulePass):
+            def __call__(self, gm: torch.fx.GraphModule) -> None:
+                """Never run, because no device has its name; what it returns below goes into the key of every cache."""
+
+            def uuid(self) -> str:
+                return key()
+
+        custom_backend_passes[operator._opoverload.namespace] = Key()
         pattern = CallFunctionVarArgs(operator._opoverload)
         register_graph_pattern(pattern, pass_dict=pass_patterns[2])(replace)  # pyrefly: ignore[bad-argument-type]
 
@@ -145,11 +167,13 @@ def decompose(operator: CustomOpDef, function: Callable[..., Any]) -> None:
                 return
         match.replace_by_example(trace, nodes, run_functional_passes=False)
 
-    def trace_operator(mode: Any, overload: OpOverload, types: Any, args: tuple, kwargs: dict) -> Any:
-        register()
-        return mode.__torch_dispatch__(overload, types, args, kwargs)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        # Dynamo comes here before a cache is asked.
+        if any(isinstance(each, torch.Tensor) and each.device.type == device for each in args):
+            register()
+        return fake(*args, **kwargs)
 
-    operator.register_torch_dispatch(FunctionalTensorMode, trace_operator)
+    operator.register_fake(traced)
 
 
 @contextmanager
