@@ -1,7 +1,7 @@
 """Casts of tensors to FP8 and back, for every block that shares a scale. Here, and here alone, is decided how one runs.
 
 In eager mode a kernel casts what `takes` accepts, and torch's own operations the rest. A compiler of a GPU traces the
-same operations and fuses them (`fuses`); elsewhere it sees opaque operators (`hides`), which end in the code of eager
+same operations and fuses them (`fuses`); elsewhere it sees operators (`hides`), which end in the code of eager
 mode. The bits are the same each way. Formats and policies are objects; operators take their names.
 """
 

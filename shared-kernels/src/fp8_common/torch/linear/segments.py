@@ -1,6 +1,6 @@
 """`Groups`: where groups of rows lie; and operations on segments of rows that look at their values.
 
-They are opaque to compilers, and none waits for a GPU. A segment is a run of consecutive rows, int32 [rows], never
+They are operators to compilers, and none waits for a GPU. A segment is a run of consecutive rows, int32 [rows], never
 falling.
 """
 
