@@ -1,6 +1,7 @@
 """What the private names of torch that these packages use mean, by a program for each that says what to look at."""
 
 import datetime
+import importlib
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,15 @@ def test_inductor_compiles_the_function_of_an_operator_and_its_caches_know_the_k
         now["key"] = "second"
         found.append(compiled())
     assert found == [4, 4, 6], LOOK.format("decompose")
+
+
+def test_operators_stay_opaque_where_torch_lacks_the_names(monkeypatch):
+    importlib.import_module("torch._inductor.compile_fx")  # which has imported the name by then
+    monkeypatch.delattr("torch._inductor.custom_graph_pass.CustomGraphModulePass")
+    schema = "(Tensor x) -> Tensor"
+    operator = torch.library.custom_op("fp8_compat_test::twice", lambda x: x * 2, mutates_args=(), schema=schema)
+    compat.decompose(operator, lambda x: x * 3, torch.empty_like, str, "cpu")
+    assert torch.compile(lambda x: operator(x) + 1)(torch.ones(2)).tolist() == [3, 3], LOOK.format("decompose")
 
 
 def test_units_for_bfloat16_are_those_that_the_kernel_of_the_system_names():
