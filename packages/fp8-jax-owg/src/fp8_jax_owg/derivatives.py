@@ -1,8 +1,9 @@
-"""Checks of the call that takes a derivative: a warning at the user's line, once in each call, and `jax.linearize`."""
+"""Checks of the call that takes a derivative: a warning at the user's line, once in each call; and what is refused."""
 
 import inspect
 import warnings
 from types import FrameType
+from typing import Any, NoReturn
 
 from fp8_common import Fp8UnsupportedError
 
@@ -45,6 +46,18 @@ def check_derivative(warning: str = "", category: type[Warning] = UserWarning) -
         said.add(warning)
     registry = user.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(warning, category, user.f_code.co_filename, user.f_lineno, _module(user), registry)
+
+
+def refuse_second_order(primals: Any, tangents: Any, **params: Any) -> NoReturn:
+    """Be the rule of forward derivatives of what runs in derivatives alone; `params` are those of a primitive.
+
+    Raises:
+        Fp8UnsupportedError: Always.
+    """
+    raise Fp8UnsupportedError(
+        "An FP8 matmul has first derivatives only, and a gradient of its gradient was asked for. "
+        "Compute Hessians and other second derivatives with the layers in bfloat16 or float32."
+    )
 
 
 def _takes_a_derivative(frame: FrameType) -> bool:

@@ -18,7 +18,6 @@ from fp8_common import Fp8Error
 from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.cotangents import (
     COMPUTES_WITH_STATE,
-    check_float32,
     first_order_only,
     fp8_state,
     fp32_max_grad,
@@ -29,7 +28,7 @@ from fp8_jax_owg.state.cotangents import (
 )
 from fp8_jax_owg.state.live import in_gradient, is_at_rest, make_live, stored_scale
 from fp8_jax_owg.state.moves import arrays_alone, combining
-from fp8_jax_owg.state.pairs import find_pairs, merge, owg_flags, split, take
+from fp8_jax_owg.state.pairs import check_float32, find_pairs, merge, owg_flags, split, take
 from fp8_jax_owg.state.share import share
 
 _log = logging.getLogger(__name__)

@@ -24,15 +24,13 @@ layer that was skipped. An observed amax of zero must differ from that, and must
 
 The fourth row also keeps subnormals out of the float operations in which XLA flushes them. Values are scales and
 amax, hence not negative. Everything here works on bits.
-
-Matmuls have first derivatives only, and say so in one sentence: see `first_order_only`.
 """
 
 import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +40,8 @@ from jax.custom_batching import custom_vmap
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_common.jax.arrays import SIGN_MASK, flipped, float_key, from_bits, to_bits, varying_axes
-from fp8_jax_owg.derivatives import REVERSE_MODE_ONLY
+from fp8_jax_owg.derivatives import REVERSE_MODE_ONLY, refuse_second_order
+from fp8_jax_owg.state.pairs import check_float32
 
 try:
     from jax._src import ad_util, core, dtypes, earray, sharding_impls
@@ -304,22 +303,6 @@ def unshare_leaf(x: Any) -> jax.Array:
     return _unshare(x.dtype, x) if is_shared(x) else check_float32(x)
 
 
-def check_float32(x: Any) -> Any:
-    """Return `x`, which must be float32.
-
-    Raises:
-        Fp8Error: It is not, with the reason and the remedy.
-    """
-    dtype = getattr(x, "dtype", None)
-    if dtype != jnp.float32:
-        raise Fp8Error(
-            f"Overwrite-with-gradient values must be float32, got {dtype or type(x).__name__}. Scales and amax "
-            "histories lose their meaning in another dtype: cast parameters with fp8_jax_owg.cast_params, which "
-            "leaves them alone, or repair a checkpoint with fp8_jax_owg.checkpoint.upgrade."
-        )
-    return x
-
-
 def from_numbers(numbers: jax.Array, dtype: Any = fp8_state) -> jax.Array:
     """Return the numbers of live leaves, float32 [..., 7], as [..., 1] of `fp8_state`; no derivative."""
     if getattr(dtype, "element", ()):
@@ -361,18 +344,6 @@ def first_order_only(x: Any) -> Any:
     someone differentiates a gradient, and would then get zeros that look like a result.
     """
     return x
-
-
-def refuse_second_order(primals: Any, tangents: Any, **params: Any) -> NoReturn:
-    """Be the rule of forward derivatives of what runs in derivatives alone; `params` are those of a primitive.
-
-    Raises:
-        Fp8UnsupportedError: Always.
-    """
-    raise Fp8UnsupportedError(
-        "An FP8 matmul has first derivatives only, and a gradient of its gradient was asked for. "
-        "Compute Hessians and other second derivatives with the layers in bfloat16 or float32."
-    )
 
 
 first_order_only.defjvp(refuse_second_order)

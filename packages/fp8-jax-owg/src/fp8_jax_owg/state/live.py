@@ -34,7 +34,6 @@ from fp8_jax_owg.state.cotangents import (
     INFINITY_KEY,
     NOT_OBSERVED_BITS,
     SMALLEST_NORMAL_KEY,
-    check_float32,
     is_shared,
     is_state,
     like,
@@ -42,7 +41,7 @@ from fp8_jax_owg.state.cotangents import (
     reverse_mode_only,
     unshare_leaf,
 )
-from fp8_jax_owg.state.pairs import Pair
+from fp8_jax_owg.state.pairs import Pair, check_float32
 
 
 class Live(enum.IntEnum):

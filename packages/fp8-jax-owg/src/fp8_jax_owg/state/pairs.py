@@ -224,3 +224,19 @@ def mask_from_hparams(hparams: Any, collection: str = COLLECTION) -> Any:
     """
     has_collections = lambda node: hasattr(node, "collections")  # noqa: E731
     return jax.tree.map(lambda one: collection in (one.collections or ()), hparams, is_leaf=has_collections)
+
+
+def check_float32(x: Any) -> Any:
+    """Return `x`, which must be float32.
+
+    Raises:
+        Fp8Error: It is not, with the reason and the remedy.
+    """
+    dtype = getattr(x, "dtype", None)
+    if dtype != jnp.float32:
+        raise Fp8Error(
+            f"Overwrite-with-gradient values must be float32, got {dtype or type(x).__name__}. Scales and amax "
+            "histories lose their meaning in another dtype: cast parameters with fp8_jax_owg.cast_params, which "
+            "leaves them alone, or repair a checkpoint with fp8_jax_owg.checkpoint.upgrade."
+        )
+    return x

@@ -15,17 +15,9 @@ from jax import lax
 from fp8_common import Fp8Error
 from fp8_common.jax.arrays import varying_axes
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.cotangents import (
-    check_float32,
-    fp8_state,
-    is_shared,
-    is_state,
-    like,
-    share_leaf,
-    unshare_leaf,
-)
+from fp8_jax_owg.state.cotangents import fp8_state, is_shared, is_state, like, share_leaf, unshare_leaf
 from fp8_jax_owg.state.live import is_at_rest, is_live, live_at_rest, stored_scale
-from fp8_jax_owg.state.pairs import Pair, find_pairs, take
+from fp8_jax_owg.state.pairs import Pair, check_float32, find_pairs, take
 
 Tree = TypeVar("Tree")
 
