@@ -306,7 +306,7 @@ SOME_REFUSED = ["p * 1.0", "clip(p, -1e3, 1e3)", "astype f32", "where(True, p, 0
 def linen_program():
     model = nn.Dense(2, use_bias=False, dot_general_cls=owg_linen.Fp8DotGeneralOp)
     variables = model.init(KEY, X)
-    return variables, owg.value_and_grad, lambda v, f: model.apply(jax.tree.map(f, v), X).sum()
+    return variables, owg.value_and_grad, lambda v, f: jnp.sum(jnp.asarray(model.apply(jax.tree.map(f, v), X)))
 
 
 def nnx_program():
