@@ -41,8 +41,9 @@ def next_node() -> int:
 
 
 def running_node() -> int:
-    """Return autograd's number of the node whose backward runs now."""
-    return torch._C._current_autograd_node()._sequence_nr()
+    """Return autograd's number of the node whose backward runs now; -1 between nodes."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else node._sequence_nr()
 
 
 def on_forwards(
