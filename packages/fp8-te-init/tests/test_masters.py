@@ -242,7 +242,7 @@ def test_a_model_and_an_optimizer_of_different_steps_are_told_of(caplog):
     again.load_state_dict(early)
     again.param_groups[0]["lr"] = 0.0
     step(resumed, again)
-    assert "load model and optimizer of the same step" in caplog.text
+    assert "Load model and optimizer of the same step" in caplog.text
     assert equal(codes(resumed), codes(net)), "the weights count"
 
 

@@ -22,6 +22,14 @@ from tests.helpers.ranks import on_ranks
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 
 
+PARTS = 4
+"""The situations of a case, by default: one of so many parts, each in turn."""
+
+
+def part_of(part):
+    return tuple(SITUATIONS)[part::PARTS]
+
+
 def wrong(setting, names=tuple(SITUATIONS)):
     """Return the situations whose gradients differ in a bit from those of the same forwards alone."""
     if "around, reentrant" in setting.recompute and setting.kind == "fully_shard":
@@ -44,10 +52,12 @@ def wrong(setting, names=tuple(SITUATIONS)):
     reshard=[True, False],
     kind=["fully_shard", "one group"],
     ranks=[2, 3, 1],
+    part=range(PARTS),
 )
 @on_ranks(lambda given: given["ranks"])
-def test_a_backward_multiplies_by_the_codes_of_its_forward(rank, recompute, recipe, reshard, kind, ranks):
-    found = wrong(Setting(recipe=recipe, rank=rank, reshard=reshard, recompute=recompute, kind=kind))
+def test_a_backward_multiplies_by_the_codes_of_its_forward(rank, recompute, recipe, reshard, kind, ranks, part):
+    setting = Setting(recipe=recipe, rank=rank, reshard=reshard, recompute=recompute, kind=kind)
+    found = wrong(setting, part_of(part))
     assert not found, found
 
 
@@ -57,10 +67,12 @@ def test_a_backward_multiplies_by_the_codes_of_its_forward(rank, recompute, reci
     recompute=["nothing", "inside", "around", "wrapper outside"],
     reshard=[True, False],
     ranks=[2, 1],
+    part=range(PARTS),
 )
 @on_ranks(lambda given: given["ranks"])
-def test_so_does_that_of_compiled_blocks(rank, recipe, recompute, reshard, ranks):
-    found = wrong(Setting(recipe=recipe, rank=rank, reshard=reshard, recompute=recompute, compiled=True))
+def test_so_does_that_of_compiled_blocks(rank, recipe, recompute, reshard, ranks, part):
+    setting = Setting(recipe=recipe, rank=rank, reshard=reshard, recompute=recompute, compiled=True)
+    found = wrong(setting, part_of(part))
     assert not found, found
 
 
@@ -82,12 +94,16 @@ REFUSALS = ("modified by an inplace operation", "scale of a weight of shape")
 
 
 @pytest.mark.matrix(
-    "each", recipe=RECIPES[:-1], recompute=["nothing", "inside", "inside, reentrant"], compiled=[False, True]
+    "each",
+    recipe=RECIPES[:-1],
+    recompute=["nothing", "inside", "inside, reentrant"],
+    compiled=[False, True],
+    part=range(PARTS),
 )
 @on_ranks(2)
-def test_a_traceable_model_does_the_same_or_refuses(rank, recipe, recompute, compiled):
+def test_a_traceable_model_does_the_same_or_refuses(rank, recipe, recompute, compiled, part):
     setting = Setting(recipe=recipe, rank=rank, recompute=recompute, kind="traceable", compiled=compiled)
-    found = {name: outcome(setting, name) for name in SITUATIONS}
+    found = {name: outcome(setting, name) for name in part_of(part)}
     assert "wrong" not in found.values(), found
     if recompute == "nothing" and not compiled:
         assert set(found.values()) == {"right"}, found
@@ -128,17 +144,17 @@ class WithExperts(Setting):
         return batch(self.rank, seed, (32, DIM))
 
 
-@pytest.mark.matrix("each", recipe=RECIPES[:-1], compiled=[False, True], reshard=[True, False])
+@pytest.mark.matrix("each", recipe=RECIPES[:-1], compiled=[False, True], reshard=[True, False], part=range(PARTS))
 @on_ranks(4)
-def test_tensor_parallel_layers_do_the_same(rank, recipe, compiled, reshard):
-    found = wrong(TensorParallel(recipe=recipe, rank=rank, reshard=reshard, compiled=compiled))
+def test_tensor_parallel_layers_do_the_same(rank, recipe, compiled, reshard, part):
+    found = wrong(TensorParallel(recipe=recipe, rank=rank, reshard=reshard, compiled=compiled), part_of(part))
     assert not found, found
 
 
-@pytest.mark.matrix("each", recipe=RECIPES[:-1], reshard=[True, False])
+@pytest.mark.matrix("each", recipe=RECIPES[:-1], reshard=[True, False], part=range(PARTS))
 @on_ranks(2)
-def test_experts_do_the_same(rank, recipe, reshard):
-    found = wrong(WithExperts(recipe=recipe, rank=rank, reshard=reshard))
+def test_experts_do_the_same(rank, recipe, reshard, part):
+    found = wrong(WithExperts(recipe=recipe, rank=rank, reshard=reshard), part_of(part))
     assert not found, found
 
 

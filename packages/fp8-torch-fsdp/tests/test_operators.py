@@ -19,9 +19,10 @@ from tests.helpers.fsdp_models import converted, mesh_of, seeded, with_delayed
 from tests.helpers.fsdp_training import batch, train
 from tests.helpers.ranks import on_ranks
 
-# What one forward and backward of one layer without FSDP casts: the weight in both, each other operand as needed.
+# What one forward and backward of one layer without FSDP casts: each operand as needed, the weight again in the backward
+# where the codes of the forward do not serve.
 EXPECTED = {
-    "tensorwise": ("tensorwise", {}, {"quantize_dynamic": 4}),
+    "tensorwise": ("tensorwise", {}, {"quantize_dynamic": 3}),
     "delayed, first step measured": ("tensorwise_delayed", {}, {"amax": 4, "quantize": 4}),
     "delayed, first step given": (
         "tensorwise_delayed",
@@ -30,7 +31,7 @@ EXPECTED = {
     ),
     "rowwise": ("rowwise", {}, {"quantize_dynamic": 6}),
     "rowwise_with_gw_hp": ("rowwise_with_gw_hp", {}, {"quantize_dynamic": 4}),
-    "blockwise": ("blockwise", {}, {"quantize_dynamic": 6}),
+    "blockwise": ("blockwise", {}, {"quantize_dynamic": 5}),
 }
 AROUND_CASTS = ("decode", "reciprocal", "scales")
 
