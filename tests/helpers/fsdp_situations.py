@@ -49,13 +49,13 @@ class Net(nn.Module):
     def __init__(self, recompute: bool | None = None, around: bool | None = None) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(recompute) for _ in range(2))
-        self.head, self.around = nn.Linear(WIDTH, WIDTH, bias=False), around
+        self.last, self.around = nn.Linear(WIDTH, WIDTH, bias=False), around
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run all."""
         for block in self.blocks:
             x = self.step(block, x) if self.around is None else self.again(block, x)
-        return self.head(x)
+        return self.last(x)
 
     def step(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Run a block, and something after it that a recomputation reaches before the block."""

@@ -19,7 +19,7 @@ from tests.helpers.fsdp_models import converted, mesh_of, seeded, with_delayed
 from tests.helpers.fsdp_training import batch, train
 from tests.helpers.ranks import on_ranks
 
-# What one forward and backward of one layer without FSDP casts: each operand as needed, the weight again in the backward
+# What one forward and backward of one layer without FSDP casts: each operand as needed, the weight in the backward too
 # where the codes of the forward do not serve.
 EXPECTED = {
     "tensorwise": ("tensorwise", {}, {"quantize_dynamic": 3}),
