@@ -21,6 +21,7 @@ from fp8_common._reference.scaling import INF_KEY, INPUT_DTYPES
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format, get_data_format
 from fp8_common.jax._kernels import KernelOp, selects_kernels
+from fp8_common.jax._kernels import traced_capability as traced_capability
 from fp8_common.jax._rounding import (
     check_random_bits,
     decode_codes,

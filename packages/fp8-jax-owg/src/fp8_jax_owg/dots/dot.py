@@ -18,9 +18,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Fp8Error
-from fp8_common.jax._kernels import selects_kernels
 from fp8_common.jax.arrays import divide_nearest, vary_alike
-from fp8_common.jax.casts import cast_slices
+from fp8_common.jax.casts import cast_slices, selects_kernels
 from fp8_jax_owg.derivatives import check_derivative
 from fp8_jax_owg.dots.einsum import as_letters
 from fp8_jax_owg.dots.operands import Fp8Param, Kernel, as_kernel, as_operand, may_spread, refuse_explicit_axes
@@ -183,7 +182,8 @@ class Matmul(Bilinear):
 
     def forward(self, lhs: jax.Array, rhs: jax.Array, extra: None, dtype: DTypeLike) -> jax.Array:
         """Return the result of native FP8 operands."""
-        how = self.contraction._replace(rhs=self._transposed("kernel", self.contraction.rhs))
+        lhs_letters, rhs_letters, out = self.contraction
+        how = Contraction(lhs_letters, self._transposed("kernel", rhs_letters), out)
         return how.apply(lhs, rhs, dtype, self.precision, out_sharding=self.out_sharding)
 
     def lhs_gradient(self, rhs: jax.Array, grad: jax.Array, extra: None, dtype: DTypeLike, like: Any) -> jax.Array:

@@ -18,8 +18,8 @@ from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
 from fp8_common import Fp8Error
-from fp8_common.jax._kernels import selects_kernels, traced_capability
 from fp8_common.jax.arrays import as_native, vary_alike
+from fp8_common.jax.casts import selects_kernels, traced_capability
 from fp8_jax_owg.derivatives import check_derivative
 from fp8_jax_owg.dots.operands import Cast, Fp8Param, Kernel, as_codes, cast_operand, may_spread
 from fp8_jax_owg.scaling import TENSORS, CurrentScaling, DelayedScaling, Scaling, ScalingChoice, Tensor, as_scaling
