@@ -44,7 +44,7 @@ def convert_to_float8_training(
     """Turn the linear layers and the stacked experts of `model` into FP8 ones, in place, before `fully_shard`.
 
     Linear layers are `nn.Linear` and Transformers' `Conv1D`; experts of Transformers and torchtitan are known. Adapters
-    (`lora_A` and the like) and output heads stay in high precision. One line, logged as a warning on rank 0 so that it
+    (`lora_A`, `lora_B`) and output heads stay in high precision. One line, logged as a warning on rank 0 so that it
     is seen, says what was converted and left, and names output heads; `float8_report` says it again.
 
     Args:
