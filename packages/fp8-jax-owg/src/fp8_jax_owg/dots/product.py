@@ -28,7 +28,7 @@ from fp8_jax_owg.state.live import UnsharedStateWarning, as_live, observation, s
 from fp8_jax_owg.state.pairs import Meta, pair_of
 
 FROZEN = (
-    "A kernel is trained and its FP8 state is not: the scales never change, and FP8 training with the scales "
+    "A kernel is trained and the FP8 state beside it is not: its scales never change, and FP8 training with the scales "
     "of a new model, all 1, loses accuracy. Differentiate both: a model of NNX with fp8_jax_owg.nnx.value_and_grad, "
     "not nnx.value_and_grad; all variables of Linen with fp8_jax_owg.value_and_grad. Filter this warning if the scales "
     "are frozen on purpose."
