@@ -18,7 +18,8 @@ from tests.helpers.ranks import on_ranks
 
 READ_NAMES = {
     "FSDPState": "_is_root _modules _state_ctx _fsdp_param_group _lazy_init _device_handle post_optim_event "
-    "_root_pre_forward _register_pre_backward_hook _training_state iter_forward_root all_states PRE_BACKWARD",
+    "_root_pre_forward _register_pre_backward_hook _training_state _pre_forward iter_forward_root all_states "
+    "IDLE PRE_BACKWARD",
     "FSDPParam": "sharded_param padded_sharded_param_size _orig_size _param_fqn shard_mesh _module_info "
     "fsdp_placement device orig_dtype offload_to_cpu",
     "FSDPParamGroup": "_reduce_scatter_comm fsdp_params is_unsharded _to_sharded reshard_after_backward "

@@ -66,6 +66,10 @@ def on_forwards(
     for state in top._state_ctx.all_states:
         state._root_pre_forward = functools.partial(_before, state, state._root_pre_forward, before)
         state._register_pre_backward_hook = functools.partial(_after, state, state._register_pre_backward_hook, after)
+        if len(state._modules) == 1:
+            state._pre_forward = functools.partial(_method, state, state._pre_forward)
+            hook = disable_compiler(functools.partial(_end_what_raised, state))
+            state._modules[0].register_forward_pre_hook(hook, prepend=True)
 
     # A backward that raised leaves the root in its backward: FSDP2 calls neither method in the next forward.
     def left_in_backward() -> bool:
@@ -85,11 +89,22 @@ def on_forwards(
     root.register_forward_hook(after_root)
 
 
+def _end_what_raised(state: Any, *inputs: object) -> None:
+    # A forward that raised leaves its modules in it: FSDP2 takes the next one for a part of it.
+    if not in_backward() and state._training_state.name == "FORWARD":
+        state._training_state = type(state._training_state).IDLE
+
+
+def _method(state: Any, original: Any, *inputs: Any) -> Any:
+    _end_what_raised(state)
+    return original(*inputs)
+
+
 def _before(state: Any, original: Any, before: Any, module: nn.Module, args: tuple, kwargs: dict) -> Any:
     outer = state._state_ctx.iter_forward_root
-    # An exception leaves the outer forward set: FSDP2 then takes the next forward of the root for a part of it.
-    inside = outer is not None and outer is not state and not _contains(state, outer)
-    before(state._modules, not inside)
+    if outer is not None and _contains(state, outer):  # left by an exception
+        state._state_ctx.iter_forward_root = outer = None
+    before(state._modules, outer is None)
     return original(module, args, kwargs)
 
 
