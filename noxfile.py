@@ -195,6 +195,23 @@ def ecosystem(session: nox.Session) -> None:
 
 
 @session
+def praxis(session: nox.Session) -> None:
+    """Train with the praxis of a checkout that you have (`-- CHECKOUT`), and test with it; CI does not."""
+    if not session.posargs:
+        session.skip("Name a checkout of praxis: nox -s praxis -- CHECKOUT. This session does not fetch or build it.")
+    install(session, f"{COMMON}[jax]", WITH_ALL, groups=("test", "praxis"))
+    # its wheel names TensorFlow, which nothing here imports
+    session.install("--no-deps", *nox.project.dependency_groups(PROJECT, "praxis-alone"))
+    checkout, *options = session.posargs
+    session.env["PYTHONPATH"] = str(Path(checkout).resolve())
+    look = "try:\n import praxis.layers.pipeline\nexcept ImportError as error:\n print('FAILED', repr(error))"
+    if reason := str(session.run("python", "-c", look, silent=True)).partition("FAILED ")[2].strip():
+        session.skip(f"No praxis can be imported from {checkout}: {reason}.")
+    session.run("python", "-m", "examples.praxis_fp8")
+    session.run("pytest", "tests/ecosystem/test_with_praxis.py", *options)
+
+
+@session
 def release(session: nox.Session) -> None:
     """Build every sdist and wheel twice into dist/, compare, check, and import each wheel where nothing else is."""
     install(session, groups=("build",))

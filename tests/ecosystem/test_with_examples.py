@@ -23,8 +23,9 @@ NEEDS = {"accelerate_transformers.py": ("accelerate", "transformers")}
 
 
 def test_every_example_has_a_command():
-    # tests/test_benchmarks.py runs the comparisons, test_with_maxtext.py what needs MaxText
-    jobs = {path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith(("_", "compare_", "maxtext_"))}
+    # tests/test_benchmarks.py runs the comparisons, test_with_maxtext.py and test_with_praxis.py what needs these
+    others = ("_", "compare_", "maxtext_", "praxis_")
+    jobs = {path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith(others)}
     assert jobs == {name.partition(",")[0] for name in COMMANDS}
 
 
