@@ -18,6 +18,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import fp8_common
 import fp8_jax_owg as owg
+from tests.helpers import jax_operations
 from tests.helpers.jax_layers import MATMUL
 
 SCALING = owg.DelayedScaling(amax_history_length=2)
@@ -206,11 +207,31 @@ class Unrolled:
         return h
 
 
-class Maker:
-    """Draws programs, transforms at most `deepest` in each other; `shapes` are the leading dimensions of its states."""
+@dataclasses.dataclass
+class Operated:
+    """A body whose states have gone through an operation, leaf by leaf, that is right or refused."""
 
-    def __init__(self, seed, deepest=3, matmul=True, native=True):
+    parts: list[Any]
+    operation: str
+
+    def trace(self, h, state):
+        operation = (jax_operations.RIGHT | jax_operations.REFUSED)[self.operation]
+        return self.parts[0].trace(h, state | jax.tree.map(operation, only(state, names(self))))
+
+    def follow(self, h, seen, index):
+        return self.parts[0].follow(h, seen, index)
+
+
+class Maker:
+    """Draws programs, transforms at most `deepest` in each other; `shapes` are the leading dimensions of its states.
+
+    With `operations` one body in three operates on its states first. `refused` are the operations among these that a
+    loss may not do.
+    """
+
+    def __init__(self, seed, deepest=3, matmul=True, native=True, operations=False):
         self.deepest, self.matmul, self.native = deepest, matmul, native
+        self.operations, self.refused = operations, []
         self.random = np.random.default_rng(seed)
         self.shapes: dict[str, tuple[int, ...]] = {}
 
@@ -224,7 +245,13 @@ class Maker:
         return Sequence([self.sequence(depth=0, lead=(), rows=4), body])
 
     def sequence(self, depth, lead, rows):
-        return Sequence([self.node(depth, lead, rows) for _ in range(self.choose(1, 2, 2, 3))])
+        body = Sequence([self.node(depth, lead, rows) for _ in range(self.choose(1, 2, 2, 3))])
+        if not self.operations or self.random.random() > 1 / 3:
+            return body
+        operation = self.choose(*(jax_operations.REFUSED if self.random.random() < 0.2 else jax_operations.RIGHT))
+        if operation in jax_operations.REFUSED and names(body):
+            self.refused.append(operation)
+        return Operated([body], operation)
 
     def node(self, depth, lead, rows):
         if depth == self.deepest or self.random.random() < 0.3:

@@ -1,7 +1,7 @@
 """Random compositions of transforms around layers: every state records what running the program step by step does.
 
 14 programs, with --full 300 that nest deeper; the states of each are handed over in one of several forms, and one
-program of three multiplies.
+program of three multiplies. As many programs move, select or compute with their states besides.
 """
 
 import jax
@@ -11,6 +11,7 @@ from flax import linen as nn
 from flax import nnx
 
 import fp8_jax_owg as owg
+from fp8_common import Fp8Error
 from fp8_jax_owg import nnx as owg_nnx
 from tests.helpers import jax_layers, jax_programs
 from tests.helpers.jax_layers import COLLECTION
@@ -81,10 +82,8 @@ def read(states):
     return jax.tree.map(lambda v: v[...], states, is_leaf=lambda v: isinstance(v, nnx.Variable))
 
 
-def test_a_random_program_records_what_its_steps_see(seed, devices, full):
-    form = FORMS[seed % len(FORMS)]
-    maker = jax_programs.Maker(seed, deepest=3 if full else 2, matmul=seed % 3 == 0, native=seed % 4 > 0)
-    program = maker.program()
+def check(form, program, maker, seed):
+    """Compare the next states with what the steps of a program see."""
     h = jax_programs.activations(seed)
     wanted = maker.recorded(program, h)
     after = differentiate(form, program, maker.states(), jnp.asarray(h)) if maker.shapes else {}
@@ -94,3 +93,22 @@ def test_a_random_program_records_what_its_steps_see(seed, devices, full):
         if maker.matmul:
             np.testing.assert_array_equal(after[name]["kernel_amax_history"][..., 0], np.float32(seen >= 0))
         np.testing.assert_array_equal(after[name]["input_scale"][..., 0], np.ones_like(amax))
+
+
+def test_a_random_program_records_what_its_steps_see(seed, devices, full):
+    maker = jax_programs.Maker(seed, deepest=3 if full else 2, matmul=seed % 3 == 0, native=seed % 4 > 0)
+    check(FORMS[seed % len(FORMS)], maker.program(), maker, seed)
+
+
+def test_a_random_program_that_operates_on_its_state_is_right_or_refused(seed, devices, full):
+    maker = jax_programs.Maker(10_000 + seed, deepest=3 if full else 2, matmul=seed % 3 == 0, operations=True)
+    program = maker.program()
+    try:
+        check(FORMS[seed % len(FORMS)], program, maker, seed)
+    # A bridge runs the program without a gradient first, where JAX speaks of state that the program shares.
+    except (Fp8Error, ValueError, TypeError) as error:
+        said = str(error)
+    else:
+        return  # Some operations compute with vectors alone, and leave the states of a stack as they are.
+    assert maker.refused, program
+    assert any(words in said for words in ("parameters alone", "fp8_jax_owg.read returns", "fp8_state")), said
