@@ -11,9 +11,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8_jax_owg as owg
+from fp8_common import Fp8Error
 from tests.helpers.jax_layers import (
     NAN,
     NOTHING,
+    SCALING,
     XS,
     T,
     assert_records,
@@ -153,3 +155,22 @@ def test_meshes_of_both_kinds(devices, kind):
     with jax.set_mesh(mesh(4, kind=kind)):
         x = jax.device_put(XS[None] * np.float32([[1], [2]]), P(None, "a"))
         assert_records(lambda meta: scan(meta, x), 10)
+
+
+@pytest.mark.parametrize("how", ["shard_map", "pmap"])
+def test_shared_state_that_enters_without_replicated_is_an_error_that_names_it(how):
+    """JAX adds up what the devices return: in a compiled loss while it compiles, else in the backward."""
+
+    def loss(tree):
+        meta = tree["meta"].value
+        if how == "pmap":
+            return jax.pmap(use, in_axes=(0, None), devices=jax.devices("cpu")[:4])(XS, meta).sum()
+        specs = P("a"), P()
+        return jax.shard_map(
+            lambda x, m: use(x[0], m)[None], mesh=mesh(4), in_specs=specs, out_specs=P("a"), check_vma=False
+        )(XS, meta).sum()
+
+    tree = {"meta": owg.Overwrite(owg.init_meta(SCALING))}
+    for gradient in (owg.grad(loss), jax.jit(owg.grad(loss))):
+        with pytest.raises((Fp8Error, TypeError), match=r"fp8_jax_owg\.unshare.*fp8_jax_owg\.replicated"):
+            gradient(tree)

@@ -190,6 +190,21 @@ def test_a_layer_of_flax_beside_one_of_ours_is_refused_in_one_sentence():
         jax.jit(owg.grad(lambda v: Half().apply(v, inputs()[0]).sum()))(variables)
 
 
+def test_other_errors_of_flax_operations_are_handed_on():
+    class Half(nn.Module):
+        equation: str = "bi,io->bo"
+
+        @nn.compact
+        def __call__(self, x):
+            kernel = self.param("kernel", nn.initializers.ones, (2, 2))
+            return jax_layers.dense(2, scaling=SCALING)(x) + nn.Fp8Einsum()(self.equation, x, kernel)
+
+    variables = Half().init(jax.random.key(0), inputs()[0])
+    with pytest.raises(ValueError, match="did not appear in the input") as caught:
+        owg.grad(lambda v: Half("bi,io->x").apply(v, inputs()[0]).sum())(variables)
+    assert "flax's own" not in str(caught.value)
+
+
 def test_a_pipeline_that_converts_its_state_to_the_dtype_of_flax():
     """praxis' own: converted outside of the loop over time, stages under vmap, a stock gradient, and back behind it."""
     stages, microbatches = 2, jnp.float32([1, 5, 3])

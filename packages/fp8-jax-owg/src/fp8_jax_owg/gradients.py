@@ -218,12 +218,13 @@ def _(size: int, batched: Any, state: list[Any], others: list[Any]) -> tuple[lis
 
 
 def refuse_layers_of_flax(error: Exception) -> None:
-    """Raise if JAX failed in flax's own FP8 operations, or in those of praxis, which call these."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if any(frame.filename.endswith(("flax/linen/fp8_ops.py", "fp8_nvidia_gpu.py")) for frame in frames):
+    """Raise if JAX failed because flax's own FP8 operations, or those of praxis, which call these, read live state."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    if repr(fp8_state) in str(error) and any(f.f_globals.get("__name__") == "flax.linen.fp8_ops" for f in frames):
         raise Fp8Error(
             "flax's own FP8 operations cannot read state inside of fp8_jax_owg.value_and_grad and of this package's "
             "pipelines. Make the layers with "
             "those of fp8_jax_owg.linen (Fp8DirectDotGeneralOp, Fp8Einsum), which have the same variables under the "
-            "same names, or with fp8_jax_owg.in_qdq and out_qdq; or differentiate such a model by jax.value_and_grad."
+            "same names, or with fp8_jax_owg.fp8_einsum, in_qdq and out_qdq; or differentiate such a model by "
+            "jax.value_and_grad."
         ) from error

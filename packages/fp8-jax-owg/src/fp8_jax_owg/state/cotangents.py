@@ -57,7 +57,8 @@ COMPUTES_WITH_STATE = (
     "The loss computes with FP8 state, which has no gradient: its gradient is what layers observe. Apply noise, "
     "clipping, casts, norms and penalties to parameters alone: to fp8_jax_owg.split(variables)[0], to leaves whose "
     "dtype is floating (jnp.issubdtype(x.dtype, jnp.floating)), or with fp8_jax_owg.cast_params. Select the state of "
-    'a layer by state[i] or jnp.take(..., mode="clip"), and log it with fp8_jax_owg.read.'
+    'a layer by state[i] or jnp.take(..., mode="clip"), and log it with fp8_jax_owg.read. Pass it into a '
+    "shard_map(check_vma=False) or a pmap as fp8_jax_owg.unshare(state), and call fp8_jax_owg.replicated there."
 )
 FLOAT32 = np.dtype("float32")
 NOT_OBSERVED = np.float32(-np.inf)
@@ -204,7 +205,7 @@ class MaxGradDType(dtypes.ExtendedDType):
     dtypes to find out that a state is shared, and ours take what their loops have shared. They do not equal each other.
 
     Attributes:
-        name: For JAX and people.
+        name: What JAX's errors call it: a word, and what to do.
         representation: The dtype of an element for XLA. No cast of floats reaches an element of int32.
         element: The shape of one element for XLA.
         itemsize: Bytes of one element.
@@ -231,18 +232,23 @@ class MaxGradDType(dtypes.ExtendedDType):
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        return self.name
+        return self.name.partition(" ")[0]
 
     def __reduce__(self) -> str:
         # a copy is the same object
-        return self.name
+        return repr(self)
 
 
 fp32_max_grad = MaxGradDType("fp32_max_grad", jnp.dtype("float32"), (), 4)
 """float32 whose cotangents are combined by MAX; "not used" is -inf."""
 fm32 = fp32_max_grad
 """The short name that flax and praxis use."""
-fp8_state = MaxGradDType("fp8_state", jnp.dtype("int32"), (7,), 28)
+# JAX adds up what devices return while it compiles, behind the last call of this package.
+_NAME = (
+    "fp8_state (into a shard_map with check_vma=False or a pmap pass fp8_jax_owg.unshare(state), and call "
+    "fp8_jax_owg.replicated there)"
+)
+fp8_state = MaxGradDType(_NAME, jnp.dtype("int32"), (7,), 28)
 """Live leaves, see `fp8_jax_owg.state.live`."""
 
 
