@@ -198,7 +198,7 @@ def ecosystem(session: nox.Session) -> None:
 def praxis(session: nox.Session) -> None:
     """Train with the praxis of a checkout that you have (`-- CHECKOUT`), and test with it; CI does not."""
     if not session.posargs:
-        session.skip("Name a checkout of praxis: nox -s praxis -- CHECKOUT. This session does not fetch or build it.")
+        session.skip("Name a checkout of praxis: nox -s praxis -- CHECKOUT. It is not fetched or built here")
     install(session, f"{COMMON}[jax]", WITH_ALL, groups=("test", "praxis"))
     # its wheel names TensorFlow, which nothing here imports
     session.install("--no-deps", *nox.project.dependency_groups(PROJECT, "praxis-alone"))
@@ -206,7 +206,7 @@ def praxis(session: nox.Session) -> None:
     session.env["PYTHONPATH"] = str(Path(checkout).resolve())
     look = "try:\n import praxis.layers.pipeline\nexcept ImportError as error:\n print('FAILED', repr(error))"
     if reason := str(session.run("python", "-c", look, silent=True)).partition("FAILED ")[2].strip():
-        session.skip(f"No praxis can be imported from {checkout}: {reason}.")
+        session.skip(f"No praxis can be imported from {checkout}: {reason}")
     session.run("python", "-m", "examples.praxis_fp8")
     session.run("pytest", "tests/ecosystem/test_with_praxis.py", *options)
 
