@@ -6,12 +6,11 @@ import importlib
 import importlib.util
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,6 +82,13 @@ class Report:
         """Let others measure: this process only waits for them."""
         fcntl.flock(self._lock, fcntl.LOCK_UN)
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until no other process measures or prepares, and let none begin."""
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        yield
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+
     def timed(
         self, runs: Mapping[str, Callable[[], object]], repeat: int = 4, *, replayed: bool = False
     ) -> dict[str, float]:
@@ -102,9 +108,8 @@ class Report:
             runs = {name: graph_of(run) for name, run in runs.items()}
         for run in runs.values():
             finished(run)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        times = take_turns({name: partial(finished, run) for name, run in runs.items()}, 10 if self.on_gpu else 1)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        with self.alone():
+            times = take_turns({name: partial(finished, run) for name, run in runs.items()}, 10 if self.on_gpu else 1)
         return {
             name: 1e3 * statistics.median(seconds) / (repeat if self.on_gpu else 1) for name, seconds in times.items()
         }
@@ -279,14 +284,14 @@ MODELLED = f"takes no longer than the model says, by {1 / LEAST_OF_MODEL - 1:.0%
 
 
 def together(report: Report, words: str) -> None:
-    """Ask "FUNCTION: ARGUMENT / ARGUMENT": a process for each, all at once, which measure one after the other."""
+    """Ask "MODULE:FUNCTION: ARGUMENT / ARGUMENT": a process for each, at once, which measure in turns."""
     report.unlock()
     name, _, given = words.partition(": ")
     running, logs = {}, {}
     for number, argument in enumerate(given.split(" / ")):
         output = report.path.with_suffix(f".{number}.json")
         logs[argument] = output.with_suffix(".log")
-        command = [*command_of(globals()[name], output, report.on_gpu), "--argument", argument]
+        command = [*command_of(name, output, report.on_gpu), "--argument", argument]
         with logs[argument].open("wb") as said:
             process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
         running[argument] = process, output
@@ -306,39 +311,6 @@ def together(report: Report, words: str) -> None:
 
 EVERY_TEST = "every test passes"
 COMPILES = "compiles as one graph and makes a step"
-
-
-def jax_layer(report: Report, _: str) -> None:
-    """Products of JAX and their gradients, beside bfloat16 in turns, and whether XLA multiplies codes."""
-    import jax
-    import jax.numpy as jnp
-
-    import fp8_jax_owg as owg
-
-    dimensions = (((1,), (0,)), ((), ()))
-    total = {"bf16": 0.0, "ours": 0.0}
-    for rows, k, n in ((TE, 4096, 4096), (LLAMA, 4096, 14336)) if report.on_gpu else ((64, 32, 48),):
-        keys, sizes = jax.random.split(jax.random.key(0), 3), ((rows, k), (k, n), (rows, n))
-        arrays = [jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes, strict=True)]
-        dots = {
-            "bf16": lambda x, w: jax.lax.dot_general(x, w, dimensions),
-            "ours": lambda x, w: owg.fp8_dot_general(x, w, dimensions, scaling=owg.CurrentScaling()),
-        }
-        steps = {
-            name: jax.jit(jax.grad(lambda x, w, g, dot=dot: (dot(x, w) * g).astype(jnp.float32).sum(), (0, 1)))
-            .lower(*arrays)
-            .compile()
-            for name, dot in dots.items()
-        }
-        products = re.findall(r"[^\n]*(?: dot\(|cublas\$lt\$matmul\$f8)[^\n]*", steps["ours"].as_text())
-        report.claim(CODES, "f8e4m3fn" in steps["ours"].as_text(), f"{len(products)} products")
-        runs = {name: lambda of=(step, arrays): jax.block_until_ready(of[0](*of[1])) for name, step in steps.items()}
-        times = report.timed(runs)
-        report.figure(f"{rows} x {k} -> {n}, milliseconds", times)
-        total = {who: total[who] + ms for who, ms in times.items()}
-    speedup(report, total, "ours")
-
-
 CODES = "XLA multiplies FP8 codes"
 
 
@@ -477,7 +449,12 @@ def versions(on_gpu: bool) -> dict[str, Any]:
     return found
 
 
-def command_of(run: Callable[[Report, str], None], output: Path, on_gpu: bool) -> list[str]:
-    """Return the command of a process that runs one part."""
-    own = ["--part", f"{run.__module__}:{run.__qualname__}", "--output", str(output)]
+def name_of(run: Callable[[Report, str], None]) -> str:
+    """Return the name of a part's function, for another process."""
+    return f"{run.__module__}:{run.__qualname__}"
+
+
+def command_of(name: str, output: Path, on_gpu: bool) -> list[str]:
+    """Return the command of a process that runs the function of this name."""
+    own = ["--part", name, "--output", str(output)]
     return [sys.executable, "-m", "benchmarks.gpu", *own, *([] if on_gpu else ["--pretend"])]

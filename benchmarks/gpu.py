@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks import ROOT, SOURCES
+from benchmarks import _gpu_jax as ask_jax
 from benchmarks import _gpu_parts as ask
 from benchmarks._common import RESULTS, machine, table
 from benchmarks.modelled.models import CONTENDERS
@@ -41,13 +42,17 @@ RECIPES = ("rowwise", "tensorwise", "tensorwise_delayed", "blockwise", "rowwise_
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part of the plan: a function of (report, argument), how long it may take, and what it decides."""
+    """One part of the plan: a function of (report, argument), how long it may take, and what it decides.
+
+    A part that is `asked` for runs where `--only` names it, and is not in the eight minutes.
+    """
 
     name: str
     seconds: float
     claims: tuple[str, ...]
     run: Callable[[ask.Report, str], None]
     argument: str = ""
+    asked: bool = False
 
 
 def plan(gpu: str | None = "H100") -> list[Part]:
@@ -64,11 +69,12 @@ def plan(gpu: str | None = "H100") -> list[Part]:
     mixtures = [f"128 2048 768 {8 * ask.LLAMA}", f"8 4096 14336 {2 * ask.LLAMA}"]
 
     def together(name: str, seconds: float, each: Callable[[ask.Report, str], None], given: list[str]) -> Part:
-        claims = [ask.FASTER] if each is ask.layer else [ask.COMPILES, ask.FASTER]
-        asked = {argument: [f"{argument}: {claim}" for claim in claims] for argument in given}
+        claims = {ask.layer: lambda _: [ask.FASTER], ask_jax.steps: ask_jax.claims}
+        of = claims.get(each, lambda _: [ask.COMPILES, ask.FASTER])
+        asked = {argument: [f"{argument}: {claim}" for claim in of(argument)] for argument in given}
         for who in asked.keys() & set(CONTENDERS) if gpu and each is ask.block else ():
             asked[who].append(f"{who}: {ask.MODELLED}")
-        argument = f"{each.__name__}: {' / '.join(given)}"
+        argument = f"{ask.name_of(each)}: {' / '.join(given)}"
         return Part(name, seconds, tuple(itertools.chain(*asked.values())), ask.together, argument)
 
     return [
@@ -84,7 +90,7 @@ def plan(gpu: str | None = "H100") -> list[Part]:
         together("layers", 55, ask.layer, contenders),
         together("blocks", 85, ask.block, contenders),
         together("experts", 50, ask.experts, mixtures),
-        Part("JAX", 70, (ask.CODES, ask.FASTER), ask.jax_layer),
+        Part("JAX", 70, (ask.CODES, ask.FASTER), ask_jax.layer),
         Part("te-init", 15, (ask.MASTERS,), ask.te_init),
         *(
             Part(
@@ -96,6 +102,7 @@ def plan(gpu: str | None = "H100") -> list[Part]:
             )
             for dtype in ("bfloat16", "float32")
         ),
+        dataclasses.replace(together("decoders of JAX", 400, ask_jax.steps, list(ask_jax.STEPS)), asked=True),
     ]
 
 
@@ -109,7 +116,7 @@ def run_part(part: Part, seconds: float, folder: Path, *, on_gpu: bool) -> dict[
         # JAX would take most of the memory, which torch needs beside it
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
-    command = [*ask.command_of(part.run, output, on_gpu), "--argument", part.argument]
+    command = [*ask.command_of(ask.name_of(part.run), output, on_gpu), "--argument", part.argument]
     start, log = time.monotonic(), output.with_suffix(".log")
     with log.open("wb") as said:
         process = subprocess.Popen(
@@ -201,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the plan, or one part; return 0 if nothing was refuted and all was reached."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, help="how long all of it may take (8.5; 60 if pretended)")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="parts whose names begin so; the others' stay")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="parts whose names begin so; others' results stay")
     parser.add_argument("--results", type=Path, default=Path(os.environ.get("OUT") or RESULTS))
     parser.add_argument("--pretend", action="store_true", help="take a CPU for a GPU; always, where there is none")
     parser.add_argument("--list", action="store_true", help="name the parts")
@@ -215,11 +222,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ask.Report(Path(chosen.output), on_gpu=on_gpu), chosen.argument or ""
         )
         return 0
-    parts = [
-        part for part in plan(ask.modelled_gpu(on_gpu)) if not chosen.only or part.name.startswith(tuple(chosen.only))
-    ]
+    only = tuple(chosen.only or ())
+    parts = [p for p in plan(ask.modelled_gpu(on_gpu)) if p.name.startswith(only) and (only or not p.asked)]
     if chosen.list:
-        print("\n".join(f"{part.name}: {part.seconds:.0f} s" for part in parts))
+        extra = [part for part in plan() if part.asked and part not in parts]
+        print("\n".join(f"{part.name}: {part.seconds:.0f} s{' more' * part.asked}" for part in [*parts, *extra]))
         return 0
     # who is told to end ends the part that runs, too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -32,7 +32,9 @@ def compiled(remat):
         platform="cuda", topology_name="gpu", target_config=description, topology="1x1x1"
     )
     place = NamedSharding(Mesh(np.array(topology.devices).reshape(1), ("data",)), PartitionSpec())
-    model = jax_step.Stack(jax_step.Fp8DotGeneralOp, jax_step.Case("decoder", LAYERS, "bfloat16", remat))
+    model = jax_step.Stack(
+        jax_step.Fp8DotGeneralOp, jax_step.Case("decoder", LAYERS, "bfloat16", "remat" if remat else "")
+    )
     x = jax.ShapeDtypeStruct((BATCH, TOKENS, WIDTH), jnp.bfloat16, sharding=place)
     gradient = owg.grad(lambda variables, x: jnp.square(model.apply(variables, x).astype(jnp.float32)).mean())
     jax.clear_caches()
