@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 import fp8_jax_owg as owg
 from benchmarks._common import median_ratio, options, save, table, take_turns
@@ -33,25 +34,44 @@ GOALS = {"time": 0.7, "temporaries": 1.0, "lower": 1.2, "compile": 1.2}
 """The greatest ratio to flax's with which a column reaches its goal."""
 
 
+POLICIES = {
+    "": None,
+    "remat": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names("qkv", "o", "up"),
+}
+"""What `jax.checkpoint` saves of a layer, by the word for it."""
+
+
 class Case(NamedTuple):
-    """One arrangement of layers: "unrolled", "scan" or "decoder", which is scanned too."""
+    """One arrangement of layers.
+
+    Attributes:
+        loop: "unrolled", "scan", or "decoder" and "llama", which are scanned too.
+        layers: How many.
+        dtype: Of activations.
+        remat: A key of `POLICIES`; nothing is recomputed with "".
+        attention: "xla", or on a GPU "cudnn".
+    """
 
     loop: str
     layers: int
     dtype: str
-    remat: bool = False
+    remat: str = ""
+    attention: str = "xla"
 
     @property
     def name(self) -> str:
         """How the case is asked for."""
-        return "-".join([self.loop, str(self.layers), self.dtype, *["remat"] * self.remat])
+        own = [self.remat] * bool(self.remat) + [self.attention] * (self.attention != "xla")
+        return "-".join([self.loop, str(self.layers), self.dtype, *own])
 
 
 CASES = (
     *(Case("unrolled", n, dtype) for n, dtype in ((4, "float32"), (8, "bfloat16"), (16, "bfloat16"))),
     *(Case("scan", n, dtype) for n in (1, 4, 16, 32) for dtype in ("bfloat16", "float32")),
-    *(Case("scan", n, "bfloat16", remat=True) for n in (4, 32)),
-    *(Case("decoder", 8, "bfloat16", remat) for remat in (False, True)),
+    *(Case("scan", n, "bfloat16", "remat") for n in (4, 32)),
+    *(Case("decoder", 8, "bfloat16", remat) for remat in ("", "remat")),
 )
 
 
@@ -79,15 +99,34 @@ class Block(nn.Module):
     def __call__(self, h: jax.Array) -> jax.Array:
         """Return activations of the same shape."""
         width, dtype = h.shape[-1], jnp.dtype(self.case.dtype)
-        dense = functools.partial(nn.Dense, use_bias=False, dtype=dtype, dot_general_cls=self.operation)
         norm = functools.partial(nn.RMSNorm, dtype=dtype)
-        if self.case.loop != "decoder":
-            return dense(width, name="down")(nn.gelu(dense(4 * width, name="up")(h)))
+
+        def dense(features: int, name: str, x: jax.Array) -> jax.Array:
+            made = nn.Dense(features, use_bias=False, dtype=dtype, dot_general_cls=self.operation, name=name)
+            return checkpoint_name(made(x), name)
+
+        if self.case.loop not in ("decoder", "llama"):
+            return dense(width, "down", nn.gelu(dense(4 * width, "up", h)))
         heads = (*h.shape[:2], max(8, width // 128), -1)
-        q, k, v = (one.reshape(heads) for one in jnp.split(dense(3 * width, name="qkv")(norm()(h)), 3, -1))
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        h = h + dense(width, name="o")(attended.reshape(h.shape))
-        return h + dense(width, name="down")(nn.gelu(dense(4 * width, name="up")(norm()(h))))
+        q, k, v = (one.reshape(heads) for one in jnp.split(dense(3 * width, "qkv", norm()(h)), 3, -1))
+        if self.case.loop == "llama":
+            q, k = rotate(q), rotate(k)
+        implementation = "cudnn" if self.case.attention == "cudnn" and jax.default_backend() == "gpu" else None
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        h = h + dense(width, "o", attended.reshape(h.shape))
+        if self.case.loop == "decoder":
+            return h + dense(width, "down", nn.gelu(dense(4 * width, "up", norm()(h))))
+        hidden, gate = jnp.split(dense(width * 43 // 16 * 2, "up", norm()(h)), 2, -1)
+        return h + dense(width, "down", nn.silu(gate) * hidden)
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Return queries or keys, [texts, tokens, heads, even size], with rotary positions."""
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None] * 1e4 ** (-jnp.arange(half) / half)
+    cos, sin = (of(angles)[:, None].astype(x.dtype) for of in (jnp.cos, jnp.sin))
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 class Step(nn.Module):
@@ -111,7 +150,8 @@ class Stack(nn.Module):
     def __call__(self, h: jax.Array) -> jax.Array:
         """Return activations of the same shape."""
         # the loop keeps XLA from merging what is recomputed with the forward
-        block = nn.remat(Block, prevent_cse=self.case.loop == "unrolled") if self.case.remat else Block
+        policy = POLICIES[self.case.remat]
+        block = nn.remat(Block, prevent_cse=self.case.loop == "unrolled", policy=policy) if policy else Block
         make = functools.partial(block, self.operation, self.case)
         if self.case.loop == "unrolled":
             for i in range(self.case.layers):
@@ -126,7 +166,7 @@ def compiled(
     case: Case, operation: Any, compilations: int, decoded: tuple[int, int, int]
 ) -> tuple[Callable[[], object], dict[str, float]]:
     """Return a call of the compiled gradient, and what is known of it: medians over some compilations."""
-    shape = decoded if case.loop == "decoder" else (ROWS, WIDTH)
+    shape = decoded if case.loop in ("decoder", "llama") else (ROWS, WIDTH)
     x, model = jax.random.normal(jax.random.key(0), shape, case.dtype), Stack(operation, case)
     variables = jax.jit(model.init)(jax.random.key(1), x)
     grad = owg.grad if operation is Fp8DotGeneralOp else jax.grad
