@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks import ROOT, SOURCES
+from benchmarks import _gpu_host as ask_host
 from benchmarks import _gpu_jax as ask_jax
 from benchmarks import _gpu_parts as ask
 from benchmarks._common import RESULTS, machine, table
@@ -69,7 +70,12 @@ def plan(gpu: str | None = "H100") -> list[Part]:
     mixtures = [f"128 2048 768 {8 * ask.LLAMA}", f"8 4096 14336 {2 * ask.LLAMA}"]
 
     def together(name: str, seconds: float, each: Callable[[ask.Report, str], None], given: list[str]) -> Part:
-        claims = {ask.layer: lambda _: [ask.FASTER], ask_jax.steps: ask_jax.claims}
+        claims = {
+            ask.layer: lambda _: [ask.FASTER],
+            ask_jax.steps: ask_jax.claims,
+            ask_host.where_time: lambda _: [ask_host.WAITS_LITTLE],
+            ask_host.issue: lambda _: [ask_host.ISSUED],
+        }
         of = claims.get(each, lambda _: [ask.COMPILES, ask.FASTER])
         asked = {argument: [f"{argument}: {claim}" for claim in of(argument)] for argument in given}
         for who in asked.keys() & set(CONTENDERS) if gpu and each is ask.block else ():
@@ -102,6 +108,8 @@ def plan(gpu: str | None = "H100") -> list[Part]:
             )
             for dtype in ("bfloat16", "float32")
         ),
+        dataclasses.replace(together("where time goes", 150, ask_host.where_time, contenders), asked=True),
+        dataclasses.replace(together("issue", 60, ask_host.issue, contenders), asked=True),
         dataclasses.replace(together("decoders of JAX", 400, ask_jax.steps, list(ask_jax.STEPS)), asked=True),
     ]
 
