@@ -19,7 +19,7 @@ LEAST_ISSUE = 2.5
 """The greatest time to issue an eager layer that is wanted, as a multiple of `nn.Linear`'s."""
 HOST_OF_A_BLOCK = 0.9
 """The greatest time of a compiled block, in milliseconds, in which no kernel runs."""
-WAITS_LITTLE = f"a compiled step takes at most {HOST_OF_A_BLOCK} ms beside its kernels"
+WAITS_LITTLE = f"a compiled step waits at most {HOST_OF_A_BLOCK} ms for the host"
 ISSUED = f"the host issues an eager layer in at most {LEAST_ISSUE} times nn.Linear's time"
 
 

@@ -11,8 +11,9 @@ import hypothesis
 import pytest
 import torch
 
+from tests.helpers.fsdp_drawn import ENDING, NAMED, PROGRAMS, Program
 from tests.helpers.fsdp_models import RECIPES, WIDTHS
-from tests.helpers.fsdp_programs import ENDING, NAMED, PROGRAMS, Program, Run
+from tests.helpers.fsdp_programs import Run
 from tests.helpers.fsdp_writes import COLLECTIVES, EDITS, READERS
 from tests.helpers.ranks import RankError
 
