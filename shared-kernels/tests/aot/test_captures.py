@@ -1,52 +1,23 @@
 """Launches while a CUDA graph is captured, with Triton's own launcher and a driver that has no GPU."""
 
-import contextlib
 import gc
-from types import SimpleNamespace
 
 import pytest
 import torch
-from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 import fp8_common as f8
 from fp8_common import Fp8UnsupportedError
+from fp8_common import _kernels as plans
 from fp8_common._kernels.foreach import foreach_cast_kernel
 from fp8_common._kernels.scales import delayed_update_kernel
 from fp8_common._kernels.tensor import cast_kernel
 from fp8_common.presets import te_delayed
 from fp8_common.torch import _triton, casts, delayed, foreach
+from tests.helpers.triton_driver import Driver
 
 LAUNCHED = (cast_kernel, foreach_cast_kernel, delayed_update_kernel)
 SENTENCE = "Run a training step with the same shapes and parameters before the capture."
-
-
-class Driver:
-    """A driver for an H100 that notes what is loaded and launched, and refuses to load during a capture."""
-
-    def __init__(self):
-        self.loaded, self.launched, self.capturing = [], [], False
-        limits = {"max_shared_mem": 232448, "multiprocessor_count": 132, "warp_size": 32, "max_num_regs": 65536}
-        self.utils = SimpleNamespace(
-            load_binary=self.load, unload_module=lambda module: None, get_device_properties=lambda device: limits
-        )
-
-    def load(self, name, kernel, shared, device):
-        assert not self.capturing, "a capture forbids to load modules"
-        self.loaded.append(name)
-        return 1, 2, 32, 0, 1024
-
-    def launcher_cls(self, source, metadata):
-        return lambda *grid, **_: self.launched.append(metadata.name)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
 
 
 @pytest.fixture
@@ -56,14 +27,20 @@ def gpu(monkeypatch):
     monkeypatch.setattr(driver, "_active", made)
     monkeypatch.setattr(_triton, "_obstacle", lambda device: None)
     monkeypatch.setattr(_triton, "run", lambda plan, device, **x: run(plan, torch.device("cuda"), **x))
+    monkeypatch.setattr(_triton, "current_device", lambda: None)
     monkeypatch.setattr(_triton, "is_capturing", lambda device: made.capturing)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    for kernel in LAUNCHED:
-        kernel.device_caches.clear()
+    forget(LAUNCHED)
     yield made
-    for kernel in LAUNCHED:
-        kernel.device_caches.clear()
+    forget(LAUNCHED)
     gc.collect()  # from Triton 3.9 on kernels unload what they loaded when they go: while this driver is there
+
+
+def forget(kernels):
+    """Unload what tests before have loaded."""
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    for plan in (plans.cast, plans.foreach_cast, plans.delayed_update):
+        plan.cache_clear()
 
 
 def cast(x):

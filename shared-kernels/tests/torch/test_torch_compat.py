@@ -45,6 +45,12 @@ def test_fake_tensors_are_told_from_others():
     assert found == [False, False, True, True], LOOK.format("FakeTensor")
 
 
+@pytest.mark.gpu
+def test_the_current_device_is_that_of_torch():
+    torch.cuda.init()
+    assert compat.current_device() == torch.cuda.current_device(), LOOK.format("current_device")
+
+
 def test_the_compiler_is_disabled_as_torch_disables_it():
     seen = []
     hidden = compat.disable_compiler(lambda: seen.append(torch.compiler.is_compiling()))

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, lru_cache
+from operator import methodcaller
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -79,6 +80,7 @@ class Launch:
         constants: Values compiled into the kernel.
         num_warps: Warps per program.
         updated: Outputs that are read before they are written.
+        loaded: By the index of a device, the kernel that was loaded there; filled by `run`.
     """
 
     kernel: Any
@@ -89,6 +91,7 @@ class Launch:
     constants: Mapping[str, object]
     num_warps: int
     updated: tuple[str, ...] = ()
+    loaded: "dict[int | None, Loaded]" = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -154,22 +157,78 @@ def compile_launch(launch: Launch, capability: int, kernel: Any = None, **option
     return Compiled(name=data.name, ptx=asm["ptx"], cubin=asm["cubin"], shared=data.shared, num_warps=launch.num_warps)
 
 
-def run(launch: Launch, tensors: Mapping[str, Any], *, refusal: Exception | None = None) -> None:
+_address = methodcaller("data_ptr")
+
+
+class Loaded:
+    """A kernel on one device, with all that a launch needs besides pointers.
+
+    Triton's own launch looks the kernel up by all arguments, which takes the host longer than everything else.
+
+    Args:
+        launch: The launch; pointers, also those that are left out, are the first arguments of its kernel.
+        kernel: What Triton made of it for pointers at multiples of `ALIGNMENT`.
+    """
+
+    def __init__(self, launch: Launch, kernel: Any) -> None:
+        names, others = launch.kernel.arg_names, {**launch.scalars, **launch.constants}
+        first = next((i for i, name in enumerate(names) if name in others), len(names))
+        self._pointers, self._rest = names[:first], [launch.fixed[name] for name in names[first:]]
+        self._grid, self._hooks, self._knobs = launch.grid, launch.kernel.pre_run_hooks, triton.knobs.runtime
+        # `run` and the attributes are what `JITFunction.run` ends in, in Triton 3.6 to 3.9.
+        self._start, self._function, self._packed = kernel.run, kernel.function, kernel.packed_metadata
+        self._kernel = kernel  # which unloads itself when it goes
+        self._stream = triton.runtime.driver.active.get_current_stream
+
+    def start(self, tensors: Mapping[str, Any], device: int | None) -> bool:
+        """Launch on the current stream of a device, or return False where Triton has to look at the arguments.
+
+        Args:
+            tensors: As of `run`; of the dtypes that the launch names.
+            device: Index of the device, which is the current one.
+        """
+        knobs = self._knobs
+        if self._hooks or knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls:  # those of profilers
+            return False
+        for address in map(_address, tensors.values()):
+            if address % ALIGNMENT:
+                return False
+        pointers = map(tensors.get, self._pointers)  # None for those that are left out
+        stream, grid, packed = self._stream(device or 0), self._grid, self._packed
+        self._start(grid, 1, 1, stream, self._function, packed, None, None, None, *pointers, *self._rest)
+        return True
+
+
+def run(
+    launch: Launch,
+    tensors: Mapping[str, Any],
+    *,
+    device: int | None = None,
+    refusal: Callable[[], Exception | None] = lambda: None,
+) -> None:
     """Run a launch on tensors named like its pointers (on the GPU, or on CPU tensors under the interpreter).
 
     Args:
         launch: What to run.
-        tensors: Its data; None for a pointer that is left out.
-        refusal: Raised in place of compiling and loading a kernel that was not launched before: a CUDA graph that is
-            being captured would become invalid.
+        tensors: Its data, without the pointers that are left out.
+        device: Index of the device, which is the current one; None under the interpreter.
+        refusal: Returns what is raised in place of compiling and loading a kernel that was not launched before: a CUDA
+            graph that is being captured would become invalid.
     """
     if launch.grid == 0:  # CUDA refuses an empty grid
+        return
+    loaded = launch.loaded.get(device)
+    if loaded is not None and loaded.start(tensors, device):
         return
     if interpreting() and tensors.keys() - set(launch.kernel.arg_names):
         # Triton refuses such arguments on a GPU alone.
         raise KeyError(f"{launch.name} takes {launch.kernel.arg_names}, got {sorted(tensors)}.")
-    with nullcontext() if refusal is None else _loading_refused(refusal):
-        launch.kernel[(launch.grid,)](**{**launch.fixed, **tensors}, num_warps=launch.num_warps, **OPTIONS)
+    refused = refusal()
+    with nullcontext() if refused is None else _loading_refused(refused):
+        kernel = launch.kernel[(launch.grid,)](**{**launch.fixed, **tensors}, num_warps=launch.num_warps, **OPTIONS)
+    # the interpreter returns nothing
+    if kernel is not None and not any(address % ALIGNMENT for address in map(_address, tensors.values())):
+        launch.loaded[device] = Loaded(launch, kernel)
 
 
 @contextmanager

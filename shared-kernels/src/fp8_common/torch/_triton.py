@@ -24,7 +24,7 @@ from fp8_common.errors import Fp8UnsupportedError
 from fp8_common.formats import Format
 from fp8_common.hardware import KERNEL_CAPABILITY, has_kernels
 from fp8_common.policy import ScalePolicy
-from fp8_common.torch.compat import FakeTensor, assume_constant_result
+from fp8_common.torch.compat import FakeTensor, assume_constant_result, current_device
 
 
 class _Shown(threading.local):
@@ -125,6 +125,12 @@ def rounds_once(device_type: str, index: int | None) -> bool:
     return device_type == "cuda" and torch.cuda.get_device_capability(index) >= (9, 0)
 
 
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "uint8", "int32", "int64")
+}
+
+
 @cache
 def plans() -> ModuleType:
     """Return the module of the kernels' plans; it imports Triton, which nothing before the first launch needs."""
@@ -143,9 +149,9 @@ def launch(plan: Any, device: torch.device, **given: torch.Tensor | None) -> tup
     for name, out in plan.outputs.items():
         if name not in tensors:
             make = torch.zeros if out.zeroed else torch.empty
-            tensors[name] = make(out.shape, dtype=getattr(torch, out.dtype), device=device)
+            tensors[name] = make(out.shape, dtype=_DTYPES[out.dtype], device=device)
     run(plan, device, **tensors)
-    return tuple(tensors[name] for name in plan.outputs)
+    return tuple([tensors[name] for name in plan.outputs])
 
 
 def run(plan: Any, device: torch.device, **tensors: torch.Tensor) -> None:
@@ -158,11 +164,15 @@ def run(plan: Any, device: torch.device, **tensors: torch.Tensor) -> None:
         return
     if device.type != "cuda":  # under the interpreter
         plans().run(plan, tensors)
-        return
-    # Triton launches on the current device, not on that of its arguments.
-    with torch.cuda.device(device):
-        refusal = capture_refusal(f"the kernel {plan.name}") if is_capturing(device) else None
-        plans().run(plan, tensors, refusal=refusal)
+    elif current_device() == device.index:
+        plans().run(plan, tensors, device=device.index, refusal=lambda: _refusal(plan, device))
+    else:  # Triton launches on the current device, not on that of its arguments
+        with torch.cuda.device(device):
+            plans().run(plan, tensors, device=device.index, refusal=lambda: _refusal(plan, device))
+
+
+def _refusal(plan: Any, device: torch.device) -> Fp8UnsupportedError | None:
+    return capture_refusal(f"the kernel {plan.name}") if is_capturing(device) else None
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -76,6 +76,8 @@ disable_compiler = _disable_dynamo
 
 As a decorator that adds half a second to every import of these packages.
 """
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""Returns the index of the current device, once CUDA is initialized, without entering a Python function."""
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of subclasses that see operators in `__torch_dispatch__` alone."""
 assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
