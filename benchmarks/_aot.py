@@ -94,6 +94,14 @@ def cases(dtype: str = "bfloat16", fmt: str = "e4m3", square: tuple[int, int] = 
         ("cast + transpose", k.cast_transpose(*square, *x), tile, b, 2, 1),
         ("cast + transpose + amax", k.cast_transpose(*square, *x, with_amax=True), tile, b, 2, 1),
         ("cast + transpose, dynamic", k.cast_transpose(*square, *x, policy=CANONICAL), tile, b, 2, 3),
+        (
+            "cast + transpose, of layers",
+            k.cast_transpose(*square, *x, policy=CANONICAL, with_scale=False),
+            tile,
+            b,
+            2,
+            3,
+        ),
         # Each thread reads scales and factors of its columns, which the tiles of a processor have in its cache: bytes
         # that no memory moves.
         ("rows and columns, amax", k.amax_both(*square, dtype), 128 * 128, b, 0, 0),

@@ -132,7 +132,7 @@ def rates(report: Report, _: str) -> None:
     from fp8_common.torch import casts
     from fp8_common.torch.linear.config import LinearConfig
     from fp8_common.torch.linear.matmul import MatmulOptions, matmul
-    from fp8_common.torch.linear.operand import Operand, quantize_operand
+    from fp8_common.torch.linear.operand import quantize_operand
 
     report.figure("versions", versions(report.on_gpu))
     n, head = (8192, 128) if report.on_gpu else (256, 32)
@@ -148,8 +148,7 @@ def rates(report: Report, _: str) -> None:
         config = LinearConfig(recipe=recipe)
         x, weight = quantize_operand(a, config.input), config.weight
         block = {"tensorwise": None, "rowwise": (1, 0)}.get(weight.granularity, (128, 128))
-        made = casts.quantize_dynamic(b, weight.fp8_format, weight.policy, block)
-        w = Operand.of_cast(made, weight.fp8_format, block if recipe == "blockwise" else None)
+        w = casts.quantize_dynamic(b, weight.fp8_format, weight.policy, block)
         for fast in (False, True) if recipe != "blockwise" else (False,):
             how = MatmulOptions(torch.bfloat16, emulate=not report.on_gpu, use_fast_accum=fast)
             runs[f"fp8 {recipe}, {'fast' if fast else 'full'} accumulation"] = partial(matmul, x, w, how)

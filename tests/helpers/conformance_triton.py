@@ -49,12 +49,14 @@ def dequantize(q, scale, fmt, dtype):
 
 def quantize_rowwise(x, fmt, axis, policy):
     need(axis % x.ndim == x.ndim - 1 and x.numel() > 0, fmt, policy)
-    return Quantized(*casts.quantize_dynamic(x, fmt, policy, (1, 0))[:2])
+    made = casts.quantize_dynamic(x, fmt, policy, (1, 0))
+    return Quantized(made.codes, made.scale)
 
 
 def quantize_blockwise(x, fmt, block, policy):
     need(block[0] == 1 or x.ndim == 2, fmt, policy)
-    return Quantized(*casts.quantize_dynamic(x, fmt, policy, block)[:2])
+    made = casts.quantize_dynamic(x, fmt, policy, block)
+    return Quantized(made.codes, made.scale)
 
 
 def dequantize_blockwise(q, scale, fmt, block, dtype):

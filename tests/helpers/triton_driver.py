@@ -1,8 +1,11 @@
 """`Driver`: what Triton takes for the driver of an H100, which notes what is loaded and launched, and does neither."""
 
+import gc
 from types import SimpleNamespace
 
 from triton.backends.compiler import GPUTarget
+
+from fp8_common._kernels import Launch
 
 
 class Driver:
@@ -42,3 +45,12 @@ class Driver:
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
+
+
+def unload():
+    """Let go of all kernels, while the driver that loaded them is there: they unload themselves."""
+    for one in gc.get_objects():
+        if type(one) is Launch:
+            one.loaded.clear()
+            one.kernel.device_caches.clear()
+    gc.collect()

@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 import fp8_torch_fsdp as f8
 from fp8_common.torch.export import serving_state_dict
-from fp8_common.torch.linear.operand import Operand
+from fp8_common.torch.quantized import Quantized
 from tests.helpers.fsdp_training import same
 from tests.helpers.ranks import on_ranks
 from tests.helpers.sharded_models import mlp, shard, train
@@ -36,7 +36,7 @@ def test_codes_and_scales_are_those_of_the_forward(recipe):
     model = trained(recipe)
     tensors = exported(model)
     for name, layer in model.named_children():
-        operand: Operand = layer.fp8["weight"].weight_operand(layer.weight.detach(), False)
+        operand: Quantized = layer.fp8["weight"].weight_operand(layer.weight.detach(), False, False)
         assert torch.equal(tensors[f"{name}.weight"].view(torch.uint8), operand.codes.view(torch.uint8))
         assert torch.equal(tensors[f"{name}.weight_scale"].reshape(-1), operand.scale_inv.reshape(-1))
         assert torch.equal(tensors[f"{name}.bias"], layer.bias.detach())

@@ -1,22 +1,15 @@
 """Launches while a CUDA graph is captured, with Triton's own launcher and a driver that has no GPU."""
 
-import gc
-
 import pytest
 import torch
 from triton.runtime.driver import driver
 
 import fp8_common as f8
 from fp8_common import Fp8UnsupportedError
-from fp8_common import _kernels as plans
-from fp8_common._kernels.foreach import foreach_cast_kernel
-from fp8_common._kernels.scales import delayed_update_kernel
-from fp8_common._kernels.tensor import cast_kernel
 from fp8_common.presets import te_delayed
 from fp8_common.torch import _triton, casts, delayed, foreach
-from tests.helpers.triton_driver import Driver
+from tests.helpers.triton_driver import Driver, unload
 
-LAUNCHED = (cast_kernel, foreach_cast_kernel, delayed_update_kernel)
 SENTENCE = "Run a training step with the same shapes and parameters before the capture."
 
 
@@ -29,18 +22,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(_triton, "run", lambda plan, device, **x: run(plan, torch.device("cuda"), **x))
     monkeypatch.setattr(_triton, "current_device", lambda: None)
     monkeypatch.setattr(_triton, "is_capturing", lambda device: made.capturing)
-    forget(LAUNCHED)
+    unload()
     yield made
-    forget(LAUNCHED)
-    gc.collect()  # from Triton 3.9 on kernels unload what they loaded when they go: while this driver is there
-
-
-def forget(kernels):
-    """Unload what tests before have loaded."""
-    for kernel in kernels:
-        kernel.device_caches.clear()
-    for plan in (plans.cast, plans.foreach_cast, plans.delayed_update):
-        plan.cache_clear()
+    unload()
 
 
 def cast(x):

@@ -1,7 +1,5 @@
 """A kernel that was launched before gets the same arguments without Triton's look at them, or Triton looks again."""
 
-import gc
-
 import pytest
 import torch
 import triton
@@ -10,7 +8,7 @@ from triton.runtime.driver import driver
 from benchmarks import _aot as aot
 from fp8_common import _kernels as plans
 from fp8_common._kernels.tensor import amax_kernel
-from tests.helpers.triton_driver import Driver
+from tests.helpers.triton_driver import Driver, unload
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -19,10 +17,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def gpu(monkeypatch):
     made = Driver()
     monkeypatch.setattr(driver, "_active", made)
+    unload()
     yield made
-    amax_kernel.device_caches.clear()
-    plans.amax.cache_clear()
-    gc.collect()
+    unload()
 
 
 def given(plan):
@@ -42,8 +39,6 @@ def test_a_second_launch_has_the_arguments_of_the_first(gpu, name):
     assert all(a is b or a == b for a, b in zip(first, second, strict=True) if not isinstance(a, torch.Tensor))
     assert [id(a) for a in first if isinstance(a, torch.Tensor)] == [id(tensors[name]) for name in plan.pointers]
     assert [id(a) for a in second if isinstance(a, torch.Tensor)] == [id(tensors[name]) for name in plan.pointers]
-    plan.loaded.clear()
-    plan.kernel.device_caches.clear()
 
 
 def test_tritons_own_launch_does_what_is_unusual(gpu, monkeypatch):

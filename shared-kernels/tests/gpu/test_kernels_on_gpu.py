@@ -53,7 +53,8 @@ if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
         fmax, results = torch.full((3,), 448.0, device="cuda"), {}
 
         def work():
-            results["data"], results["scale"] = casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL)[:2]
+            made = casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL)
+            results["data"], results["scale"] = made.codes, made.scale
             results["mx"], results["codes"] = casts.quantize_mx(x, f8.E4M3, "rceil")
             results["keys"] = foreach.amax_bits(shards)
             results["parts"] = foreach.quantize(shards, torch.ones(3, device="cuda"), f8.E4M3)

@@ -12,6 +12,11 @@ from fp8_common.testing import assert_same_bits
 from fp8_common.torch import _triton, casts
 from fp8_common.torch._operators import policy_key
 
+
+def parts_of(made):
+    return made.codes, made.scale, made.scale_inv
+
+
 POLICY = policy_key(f8.CANONICAL)
 X = torch.linspace(-5, 7, 12 * 160).reshape(12, 160)
 FOLD = torch.linspace(1, 3, 160)
@@ -36,9 +41,9 @@ CALLS = {
     "128x128": (lambda x: f8t.quantize_blockwise(x, "e5m2", (128, 128)), ["block_128x128"]),
     "mx": (lambda x: f8t.quantize_mx(x, "e4m3"), ["mx"]),
     "fake": (lambda x: f8t.fake_quantize(x, TWO, "e4m3"), ["cast", "dequantize"]),
-    "tensorwise": (lambda x: casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL)[:3], ["amax", "cast"]),
+    "tensorwise": (lambda x: parts_of(casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL)), ["amax", "cast"]),
     "with amax": (lambda x: casts.quantize_with_amax(x, TWO, f8.E4M3)[:2], ["cast"]),
-    "folded": (lambda x: casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL, (1, 0), fold=FOLD)[:3], ["rowwise"]),
+    "folded": (lambda x: parts_of(casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL, (1, 0), fold=FOLD)), ["rowwise"]),
     "columns": (lambda x: f8t.quantize_rowwise(x, "e4m3", axis=0), []),
     "a scale per row": (lambda x: f8t.quantize(x, torch.ones(12, 1), "e4m3"), []),
     "fnuz": (lambda x: f8t.quantize(x, TWO, "e4m3fnuz"), []),

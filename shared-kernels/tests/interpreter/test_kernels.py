@@ -45,7 +45,7 @@ def test_dynamic_casts_one_way_and_both_and_the_scale_back(dtype, fmt, shape):
         by_amax = casts.quantize_transposed_op(tensor(x), number(f8.amax(x)), fmt, policy_key(f8.CANONICAL))
         assert_same_bits(one.scale, want)
         assert_same_bits(one.codes, codes, fmt=fmt, source=x)
-        for got, transposed, *scales in (both.codes, both.by_columns.codes, *both[1:3]), by_amax:
+        for got, transposed, *scales in (both.codes, both.transposed.codes, both.scale, both.scale_inv), by_amax:
             assert_same_bits(scales[0], want)
             assert_same_bits(scales[1], f8.reciprocal(want))
             assert_same_bits(got, codes, fmt=fmt, source=x)
@@ -72,7 +72,7 @@ def test_rows_folded_or_not_and_columns_from_two_reads(dtype, fmt, shape, folded
         made = casts.quantize_dynamic(tensor(x), f8.get_format(fmt), f8.CANONICAL, (1, 0), fold=folds, both=both)
         with np.errstate(all="ignore"):
             rows = x.astype(np.float32) * fold if folded else x
-        columns = [(made.by_columns, np.ascontiguousarray(x.T))] if both else []
+        columns = [(made.transposed, np.ascontiguousarray(x.T))] if both else []
         for got, source in [(made, rows), *columns]:
             want = f8.quantize_rowwise(source, fmt)
             assert_same_bits(got.scale, want.scale)
@@ -84,7 +84,8 @@ def test_rows_folded_or_not_and_columns_from_two_reads(dtype, fmt, shape, folded
 def test_blocks_and_the_way_back(dtype, fmt, shape, rows):
     for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
         form, block = f8.get_format(fmt), (rows, 128)
-        got = casts.quantize_dynamic(tensor(x), form, f8.CANONICAL, block)[:2]
+        made = casts.quantize_dynamic(tensor(x), form, f8.CANONICAL, block)
+        got = made.codes, made.scale
         want = f8.quantize_blockwise(x, fmt, block)
         assert_same_bits(got[1], want.scale)
         assert_same_bits(got[0], want.data, fmt=fmt, source=x)

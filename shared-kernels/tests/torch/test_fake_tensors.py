@@ -14,6 +14,10 @@ from fp8_common.torch.rounding import pairs_table, values_table
 ROWS, COLUMNS = 8, 128
 
 
+def parts_of(made):
+    return made.codes, made.scale, made.scale_inv
+
+
 def given(device):
     return torch.arange(ROWS * COLUMNS, dtype=torch.float32, device=device).view(ROWS, COLUMNS)
 
@@ -35,8 +39,8 @@ def update(device):
 CALLS = {
     "amax": lambda d: casts.amax(given(d)),
     "quantize": lambda d: casts.quantize(given(d), two(d), f8.E4M3),
-    "tensorwise": lambda d: casts.quantize_dynamic(given(d), f8.E4M3, f8.CANONICAL)[:3],
-    "folded": lambda d: casts.quantize_dynamic(given(d), f8.E4M3, f8.CANONICAL, (1, 0), fold=given(d)[0])[:3],
+    "tensorwise": lambda d: parts_of(casts.quantize_dynamic(given(d), f8.E4M3, f8.CANONICAL)),
+    "folded": lambda d: parts_of(casts.quantize_dynamic(given(d), f8.E4M3, f8.CANONICAL, (1, 0), fold=given(d)[0])),
     "values": lambda d: decoding.values(codes(d), f8.E4M3),
     "values in bfloat16": lambda d: decoding.values(codes(d), f8.E5M2, torch.bfloat16),
     "dequantize": lambda d: decoding.dequantize(codes(d), two(d), f8.E4M3, torch.float16),

@@ -15,8 +15,8 @@ from fp8_common.torch.linear.function import LinearSpec, fp8_linear
 from fp8_common.torch.linear.grouped import RowGroups
 from fp8_common.torch.linear.grouped_matmul import path_of
 from fp8_common.torch.linear.matmul import MatmulOptions
-from fp8_common.torch.linear.operand import Operand
 from fp8_common.torch.linear.segments import Groups, zero_rows
+from fp8_common.torch.quantized import Quantized
 from fp8_common.torch.sharding.scale_grid import ScaleGrid
 
 SIZES = {"uneven": [5, 0, 17, 40], "aligned": [16, 32, 0, 16], "one": [0, 0, 0, 7], "empty": [0, 0, 0, 0]}
@@ -96,10 +96,10 @@ def stack(recipe):
     config = LinearConfig(recipe=recipe, emulate=True)
     grid = ScaleGrid(config.weight, stacked=True)
 
-    def weight(weight, record):
+    def weight(weight, record, both):
         made = grid.quantize_whole(weight)
         scale = made.scale.reshape(-1) if config.weight.granularity == "tensorwise" else made.scale
-        return Operand(made.codes, casts.reciprocal(scale), config.weight.fp8_format, grid.tile)
+        return Quantized(made.codes, casts.reciprocal(scale), config.weight.fp8_format, grid.tile)
 
     return LinearSpec(config, weight)
 
@@ -145,13 +145,13 @@ def test_decoded_groups_are_the_looped_ones(monkeypatch, products, recipe):
 def test_which_products_are_made_of_codes(products):
     options = MatmulOptions(torch.bfloat16, emulate=False)
     codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn)
-    e4m3, e5m2 = (Operand(codes, torch.ones(1), fmt) for fmt in (E4M3, E5M2))
+    e4m3, e5m2 = (Quantized(codes, torch.ones(1), fmt) for fmt in (E4M3, E5M2))
     assert path_of(e4m3, e4m3, options) == "fp8"
     assert path_of(e5m2, e4m3, options) == "bfloat16"
     assert path_of(e4m3, e4m3, options._replace(emulate=True)) == "bfloat16"
     assert path_of(e4m3, e4m3, options._replace(out_dtype=torch.float16)) == "looped"
-    assert path_of(Operand(codes, torch.ones(1, 1), E4M3, (1, 128)), e4m3, options) == "looped"
-    assert path_of(Operand(codes[:, :8], torch.ones(1), E4M3), e4m3, options) == "looped"
+    assert path_of(Quantized(codes, torch.ones(1, 1), E4M3, (1, 128)), e4m3, options) == "looped"
+    assert path_of(Quantized(codes[:, :8], torch.ones(1), E4M3), e4m3, options) == "looped"
 
 
 def test_nothing_waits_for_the_device(monkeypatch):
@@ -165,7 +165,7 @@ def test_nothing_waits_for_the_device(monkeypatch):
     a, b = (groups.quantize_over_rows(x, config.input) for _ in range(2))
     assert groups.matmul_over_rows(a, b, options).shape == (EXPERTS, COLUMNS, COLUMNS)
     weight = torch.empty(EXPERTS, ROWS, COLUMNS, dtype=torch.float8_e4m3fn, device="meta")
-    weights = Operand(weight, torch.empty(EXPERTS, ROWS, 1, device="meta"), config.weight.fp8_format)
+    weights = Quantized(weight, torch.empty(EXPERTS, ROWS, 1, device="meta"), config.weight.fp8_format)
     rows = groups.quantize(x, config.input, None, record=False, both=False)
     assert groups.matmul(rows, weights, options).shape == (37, ROWS)
 
@@ -181,7 +181,7 @@ class OffsetsOnAGpu(torch.Tensor):
 )
 def test_where_only_the_device_knows_that_offsets_do_not_fit_results_are_nan(offsets, fit):
     """An assertion would end the process there."""
-    operand = Operand(torch.zeros(3, 4, 8, dtype=torch.float8_e4m3fn), torch.ones(3), E4M3)
+    operand = Quantized(torch.zeros(3, 4, 8, dtype=torch.float8_e4m3fn), torch.ones(3), E4M3)
     groups = RowGroups(torch.tensor(offsets).as_subclass(OffsetsOnAGpu), 5)
     assert groups.checked(operand).scale_inv.isnan().all() == (not fit)
     ends = groups.offsets.tolist()

@@ -14,7 +14,7 @@ from fp8_common import CastRecipe, Fp8Error, Recipe
 from fp8_common.torch.linear import matmul
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.function import LinearSpec, fp8_linear
-from fp8_common.torch.linear.operand import Operand
+from fp8_common.torch.quantized import Quantized
 from fp8_common.torch.sharding.scale_grid import ScaleGrid
 
 ROWS, IN, OUT = 24, 40, 16
@@ -24,8 +24,8 @@ def spec_of(config, **options):
     """Return a layer whose weight is quantized when it is needed."""
     grid = ScaleGrid(config.weight)
 
-    def weight(weight, record):
-        return Operand.of_cast(grid.quantize_whole(weight), config.weight.fp8_format, grid.tile)
+    def weight(weight, record, both=False):
+        return grid.quantize_whole(weight)
 
     return LinearSpec(config, weight, name="Layer", **options)
 
@@ -99,8 +99,7 @@ def test_bfloat16_is_multiplied_where_the_processor_has_units_for_it(monkeypatch
     monkeypatch.setattr(matmul, "multiplies_bfloat16", lambda: units)
     config = LinearConfig(recipe=recipe)
     grid, offsets = ScaleGrid(config.weight, stacked=bool(ends)), torch.tensor(ends) if ends else None
-    fmt = config.weight.fp8_format
-    spec = LinearSpec(config, lambda w, record: Operand.of_cast(grid.quantize_whole(w), fmt, grid.tile))
+    spec = LinearSpec(config, lambda w, *_: grid.quantize_whole(w))
     x, w, dy = (torch.randn(shape).bfloat16() for shape in ((64, 96), (32, 96), (64, 32)))
     w = torch.stack([w, -w]) if ends else w
 
@@ -162,7 +161,7 @@ def test_a_weight_that_travels_is_gathered_for_each_matmul(recipe):
 def test_codes_of_the_forward_serve_the_backward_where_they_stay_in_memory(recipe):
     casts = []
     spec = spec_of(LinearConfig(recipe=recipe))
-    counted = dataclasses.replace(spec, weight=lambda w, record: casts.append(record) or spec.weight(w, record))
+    counted = dataclasses.replace(spec, weight=lambda w, record, both: casts.append(record) or spec.weight(w, record))
     wanted = gradients(counted, record=True)
     assert casts == [True, False], "delayed scaling observes the weight once"
     assert all(map(torch.equal, gradients(counted, keep_codes=True), wanted))
@@ -228,7 +227,7 @@ def test_float32_is_asked_of_the_device_where_it_writes_it(monkeypatch, capabili
     monkeypatch.setattr(matmul, "scaled_mm", scaled_mm)
     monkeypatch.setattr(matmul, "device_capability", lambda device: capability)
     monkeypatch.setattr(matmul, "_on_cuda", lambda tensor: True)
-    operand = Operand(codes, scale_inv, f8.E4M3)
+    operand = Quantized(codes, scale_inv, f8.E4M3)
     y = matmul.matmul(operand, operand, matmul.MatmulOptions(torch.float32, emulate=False))
     assert asked == [made_in]
     assert y.dtype == torch.float32

@@ -7,11 +7,10 @@ from fp8_common import CANONICAL, get_format
 from fp8_common.presets import mx
 from fp8_common.torch import casts
 from fp8_common.torch.blocks import expand_blocks
-from fp8_common.torch.linear import function, matmul
+from fp8_common.torch.linear import matmul, plan
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.function import LinearSpec, fp8_linear
 from fp8_common.torch.linear.matmul import MatmulOptions
-from fp8_common.torch.linear.operand import Operand
 from fp8_common.torch.sharding.scale_grid import ScaleGrid
 
 THIN, SQUARE, MX = (1, 128), (128, 128), (1, 32)
@@ -19,8 +18,8 @@ THIN, SQUARE, MX = (1, 128), (128, 128), (1, 32)
 
 def operand(rows, columns, block):
     x = torch.randn(rows, columns) * torch.logspace(-3, 3, rows)[:, None]
-    codes, scale = casts.quantize_dynamic(x, get_format("e4m3"), mx("rceil") if block == MX else CANONICAL, block)[:2]
-    return Operand(codes, casts.reciprocal(scale), get_format("e4m3"), block)
+    made = casts.quantize_dynamic(x, get_format("e4m3"), mx("rceil") if block == MX else CANONICAL, block)
+    return made._replace(block=block)
 
 
 def decoded(codes, inverse):
@@ -106,10 +105,10 @@ def test_what_is_in_doubt_is_emulated(products, m, k, n, blocks, out_dtype):
 
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
 def test_all_three_products_of_a_layer_are_native(products, monkeypatch, recipe):
-    monkeypatch.setattr(function, "should_emulate", lambda device, emulate: False)
+    monkeypatch.setattr(plan, "should_emulate", lambda device, emulate: False)
     config = LinearConfig(recipe=recipe)
     grid = ScaleGrid(config.weight)
-    spec = LinearSpec(config, lambda w, _: Operand.of_cast(grid.quantize_whole(w), grid.cast.fp8_format, grid.tile))
+    spec = LinearSpec(config, lambda w, *_: grid.quantize_whole(w))
     x, w = torch.randn(128, 512, requires_grad=True), torch.randn(1024, 512, requires_grad=True)
     fp8_linear(x, w, spec).square().sum().backward()
     assert products == [(128, 512, 1024), (1024, 128, 512), (128, 1024, 512)]

@@ -6,12 +6,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8_common import Fp8Error, get_format
 from fp8_common.torch.linear.matmul import MatmulOptions, matmul
-from fp8_common.torch.linear.operand import Operand
+from fp8_common.torch.quantized import Quantized
 
 
 def operand(rows, inner, by_rows):
     codes = torch.empty(rows, inner, dtype=torch.float8_e4m3fn, device="cuda")
-    return Operand(codes, torch.ones((rows, 1) if by_rows else (), device="cuda"), get_format("e4m3"))
+    return Quantized(codes, torch.ones((rows, 1) if by_rows else (), device="cuda"), get_format("e4m3"))
 
 
 def product(rows, inner, columns, *, by_rows=(False, False), **pad):
@@ -47,7 +47,7 @@ def test_features_are_padded_on_request_only(inner, columns):
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_a_compiler_sees_one_graph(by_rows):
     def computed(codes, scale_inv):
-        one = Operand(codes, scale_inv, get_format("e4m3"))
+        one = Quantized(codes, scale_inv, get_format("e4m3"))
         return matmul(one, one, MatmulOptions(torch.bfloat16, emulate=False))
 
     with FakeTensorMode(), torch.no_grad():

@@ -17,9 +17,9 @@ from fp8_common.torch import INPUT_DTYPES, casts
 from fp8_common.torch.compat import DISTRIBUTED, disable_compiler, distributed_like, local_of, state_dict_hooks
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.function import LinearSpec, fp8_linear
-from fp8_common.torch.linear.operand import Operand
+from fp8_common.torch.quantized import Quantized
 from fp8_common.torch.sharding.fsdp import region_of
-from fp8_common.torch.sharding.gathered import GatheredWeight
+from fp8_common.torch.sharding.gathered import GatheredWeight, quantized
 from fp8_common.torch.sharding.replaced import mark_replaced
 from fp8_common.torch.sharding.scale_grid import ScaleGrid
 from fp8_te_init.weight.checkpoint import show_scales
@@ -212,18 +212,18 @@ def new_weight(plain: torch.Tensor, config: LinearConfig, options: dict[str, Any
     return nn.Parameter(PrimaryFloat8Weight(state.codes, state), requires_grad=plain.requires_grad)
 
 
-def _operand(cast: CastRecipe, weight: torch.Tensor, record: bool) -> Operand:
+def _operand(cast: CastRecipe, weight: torch.Tensor, record: bool, both: bool) -> Quantized:
     """Return a weight [out_features, in_features] as an operand: its codes as they are, or plain values cast now.
 
     Plain values are what a caller put in the place of the weight, `torch.func.functional_call` for example.
     """
     if isinstance(weight, GatheredWeight):
-        return Operand.of_gathered(weight)
+        return quantized(weight)
     grid = ScaleGrid(cast)
     if not isinstance(weight, PrimaryFloat8Weight):
-        return Operand.of_cast(grid.quantize_whole(weight), cast.fp8_format, grid.tile)
+        return grid.quantize_whole(weight)
     weight.state.check()
-    return Operand(weight.codes, casts.reciprocal(weight.scale), cast.fp8_format, grid.tile)
+    return Quantized(weight.codes, casts.reciprocal(weight.scale), cast.fp8_format, grid.tile)
 
 
 def _refuse_distribution(layer: PrimaryFloat8Linear) -> bool:

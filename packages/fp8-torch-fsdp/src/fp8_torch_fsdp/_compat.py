@@ -32,4 +32,4 @@ def ignore_buffers(ddp: DistributedDataParallel, names: set[str]) -> None:
 def is_of_fsdp1(weight: torch.Tensor) -> bool:
     """Return whether `FullyShardedDataParallel` has made a weight a part of its flat parameter."""
     # FSDP1 marks its flat parameter, of which layers get views, and the parameters that it was made of
-    return any(getattr(one, "_fsdp_flattened", False) for one in (weight, weight._base))
+    return getattr(weight, "_fsdp_flattened", False) or getattr(weight._base, "_fsdp_flattened", False)

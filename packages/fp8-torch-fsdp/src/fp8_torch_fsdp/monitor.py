@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fp8_common.torch import casts, decoding
-from fp8_common.torch.linear.operand import Operand
+from fp8_common.torch.quantized import Quantized
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.scales.slot import Slot
 from fp8_torch_fsdp.scales.sync import syncs_of
@@ -66,7 +66,7 @@ class Float8Monitor(contextlib.AbstractContextManager):
         return _as_floats(numbers)
 
     @torch.no_grad()
-    def _record(self, layer: str, name: str, x: torch.Tensor, operand: Operand) -> None:
+    def _record(self, layer: str, name: str, x: torch.Tensor, operand: Quantized) -> None:
         """Add what a layer has cast: `x` and what became of it."""
         largest, sums = _measure(x, operand)
         prefix = f"{layer}/{name}".lstrip("/")
@@ -97,7 +97,7 @@ def _as_floats(numbers: dict[str, torch.Tensor]) -> dict[str, float]:
     return dict(zip(numbers, together.tolist(), strict=True))
 
 
-def _measure(x: torch.Tensor, operand: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+def _measure(x: torch.Tensor, operand: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
     """Return float32 [amax, scale_inv] and float64 counts [saturated, underflowed, nonfinite, elements] of `x`."""
     finite = torch.isfinite(x)
     # the largest magnitude that this scale brings into the range of the format

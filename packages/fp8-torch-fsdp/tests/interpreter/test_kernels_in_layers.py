@@ -23,15 +23,10 @@ def experts(recipe):
 # Kernels of one forward and backward of a layer without FSDP, and of the update before the forward: input, weight,
 # gradient. The backward takes the weight's codes of the forward. The gradient of a weight contracts columns, which the
 # references cast on CPU for block-wise scaling. Of experts those of groups and rows are counted.
-DELAYED_CASTS = (
-    ("cast_transpose", "delayed_current"),
-    ("cast", "delayed_current"),
-    ("cast_transpose", "delayed_current"),
-)
 GROUPS = ("group_amax", "group_cast")
 LAUNCHES = [
-    (dense, "tensorwise", ["amax", "cast_transpose", "amax", "cast", "amax", "cast_transpose"]),
-    (dense, "tensorwise_delayed", ["delayed_update", *(name for pair in DELAYED_CASTS for name in pair)]),
+    (dense, "tensorwise", ["amax", "cast_transpose"] * 3),
+    (dense, "tensorwise_delayed", ["delayed_update", *["cast_transpose", "delayed_current"] * 3]),
     (dense, "rowwise", ["amax_both", "scales", "cast_both", "rowwise", "amax_both", "scales", "cast_both"]),
     (dense, "rowwise_with_gw_hp", ["rowwise"] * 3),
     (dense, "blockwise", ["block_1x128", "block_128x128", "block_1x128"]),

@@ -59,7 +59,8 @@ def tensor_scale(scale_ptr, scale_out_ptr, scale_inv_ptr, FMAX: tl.constexpr, RU
         # Every program computes the scale again: a few instructions, where a kernel of its own would be another launch.
         scale = scale_of_key(tl.load(scale_ptr), 1.0, FMAX, RULE)
         if tl.program_id(0) == 0:
-            tl.store(scale_out_ptr, scale)
+            if scale_out_ptr is not None:
+                tl.store(scale_out_ptr, scale)
             store_reciprocal(scale_inv_ptr, 0, scale, None)
         return scale
 
@@ -228,11 +229,18 @@ def cast(
 
 @plan
 def cast_transpose(
-    m: int, n: int, dtype: str, fmt: str | Format, *, policy: ScalePolicy | None = None, with_amax: bool = False
+    m: int,
+    n: int,
+    dtype: str,
+    fmt: str | Format,
+    *,
+    policy: ScalePolicy | None = None,
+    with_amax: bool = False,
+    with_scale: bool = True,
 ) -> Launch:
     """Plan y = fp8(x * scale) [m, n] and its transpose [n, m]; policy and `with_amax` as in `cast`.
 
-    The scale back from FP8 is an output beside the one that a policy makes.
+    The scale back from FP8 is an output beside the one that a policy makes, and alone without `with_scale`.
     """
     packed = m % 4 == 0
     # Four adjacent rows are packed into words; 128 rows are 32 words, so that the transpose is written in lines of 128
@@ -243,7 +251,7 @@ def cast_transpose(
         grid=tile_count(m, bm) * tile_count(n, bn),
         inputs={"x_ptr": input_dtype(dtype), "scale_ptr": "int32" if policy else "float32"},
         outputs={"y_ptr": codes((m, n), fmt), "yt_ptr": codes((n, m), fmt)}
-        | _key_and_scales(policy, with_amax, inverse=True),
+        | _key_and_scales(policy, with_amax, inverse=True, scale=with_scale),
         scalars=matrix_sizes(m, n),
         constants=scale_constants(fmt, policy)
         | {"ALIGNED": m % 16 == n % 16 == 0, "PACKED": packed, "BM": bm, "BN": bn},
@@ -251,8 +259,10 @@ def cast_transpose(
     )
 
 
-def _key_and_scales(policy: ScalePolicy | None, with_amax: bool, *, inverse: bool) -> dict[str, Out]:
+def _key_and_scales(
+    policy: ScalePolicy | None, with_amax: bool, *, inverse: bool, scale: bool = True
+) -> dict[str, Out]:
     """Return the outputs of a cast beside its codes."""
     outputs = {"amax_ptr": Out((1,), "int32", zeroed=True)} if with_amax else {}
-    scales = () if policy is None else ("scale_out_ptr", "scale_inv_ptr") if inverse else ("scale_out_ptr",)
+    scales = ("scale_out_ptr",) * scale + ("scale_inv_ptr",) * inverse if policy else ()
     return outputs | dict.fromkeys(scales, Out((1,), "float32"))

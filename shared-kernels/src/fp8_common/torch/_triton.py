@@ -90,7 +90,8 @@ def takes(x: torch.Tensor, fmt: Format | None = None, policy: ScalePolicy | None
 
 
 def _takes(x: torch.Tensor, fmt: Format | None, policy: ScalePolicy | None) -> bool:
-    # The environment is read at every call, so that tests and users can change it; the device is looked up once.
+    # The environment is read at every call, so that tests and users can change it; the device is looked up once. Layers
+    # keep the answer for a shape (`linear.plan`).
     if (choice := backend()) == "reference" or (isinstance(x, FakeTensor) and _now.launches is None):
         return False
     obstacle = _obstacle(x.device)
@@ -162,10 +163,15 @@ def run(plan: Any, device: torch.device, **tensors: torch.Tensor) -> None:
             wrapped = torch.library.wrap_triton(plan.kernel)
             wrapped[(plan.grid,)](**{**plan.fixed, **tensors}, num_warps=plan.num_warps)
         return
+    index = device.index
+    own = device.type != "cuda" or current_device() == index
+    loaded = plan.loaded.get(index) if own else None
+    if loaded is not None and loaded.start(tensors, index):
+        return
     if device.type != "cuda":  # under the interpreter
         plans().run(plan, tensors)
-    elif current_device() == device.index:
-        plans().run(plan, tensors, device=device.index, refusal=lambda: _refusal(plan, device))
+    elif own:
+        plans().run(plan, tensors, device=index, refusal=lambda: _refusal(plan, device))
     else:  # Triton launches on the current device, not on that of its arguments
         with torch.cuda.device(device):
             plans().run(plan, tensors, device=device.index, refusal=lambda: _refusal(plan, device))

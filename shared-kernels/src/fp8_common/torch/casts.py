@@ -5,37 +5,22 @@ same operations and fuses them (`fuses`); elsewhere it sees operators (`hides`),
 mode. The bits are the same each way. Formats and policies are objects; operators take their names.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from fp8_common._reference.quantize import MX_BLOCK
 from fp8_common.formats import Format, get_data_format
 from fp8_common.policy import ScalePolicy
-from fp8_common.torch import numerics, rounding
+from fp8_common.torch import _triton, numerics, rounding
 from fp8_common.torch._operators import operator, policy_key, policy_of_key
 from fp8_common.torch._triton import dense, fuses, hides, launch, matrix_of, name_of, plans, takes
 from fp8_common.torch.blocks import Block, amax_by, block_of, broadcasts, expand_blocks, scale_shape, split_blocks
 from fp8_common.torch.numerics import amax_of, as_float32, divide, torch_dtype
+from fp8_common.torch.quantized import Quantized
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-class Cast(NamedTuple):
-    """A tensor in FP8, with what a matmul wants to know.
-
-    Attributes:
-        codes: float8, of the shape of the tensor.
-        scale: float32 into FP8, one for each block.
-        scale_inv: float32 back from FP8, of the shape of `scale`.
-        by_columns: The transpose of a matrix, contiguous, where one launch made both: its codes are the same for one
-            scale, and made with scales of columns for scales of rows.
-    """
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    scale_inv: torch.Tensor
-    by_columns: "Cast | None" = None
 
 
 # ---------------------------------------------------------------- amax and scales
@@ -204,7 +189,7 @@ def quantize_dynamic(
     fold: torch.Tensor | None = None,
     groups: torch.Tensor | None = None,
     both: bool = False,
-) -> Cast:
+) -> Quantized:
     """Return codes and the scales that follow from the amax of each block.
 
     Args:
@@ -221,22 +206,23 @@ def quantize_dynamic(
     """
     if block == (0, 0):  # each matrix is one row
         rows = quantize_dynamic(x.flatten(-2), fmt, policy, (1, 0))
-        return Cast(rows.codes.view(x.shape), rows.scale[..., None], rows.scale_inv[..., None])
+        return _quantized(rows.codes.view(x.shape), rows.scale[..., None], rows.scale_inv[..., None], fmt)
     if policy.formula == "e8m0" and block == MX_BLOCK:
         codes, scales = quantize_mx(x, fmt, policy.mx_mode)
         scales = scales.view(torch.uint8)
-        return Cast(codes, numerics.scale_of_e8m0(scales), numerics.scale_inv_of_e8m0(scales))
+        return _quantized(codes, numerics.scale_of_e8m0(scales), numerics.scale_inv_of_e8m0(scales), fmt, block)
     compiling = torch.compiler.is_compiling()
     if compiling and (not broadcasts(block) or hides(x)):
-        return Cast(*quantize_dynamic_op(x, fold, groups, fmt.name, policy_key(policy), list(block or ())))
+        made = quantize_dynamic_op(x, fold, groups, fmt.name, policy_key(policy), list(block or ()))
+        return _quantized(*made, fmt, block)
     if compiling and both and block is None and x.ndim == 2 and x.is_contiguous():
         # The amax becomes a part of what makes x. One launch that writes both ways moves less than what compilers make
         # of it: they cast once more for the backward.
-        return _cast_of(*quantize_transposed_op(x, amax_of(x), fmt.name, policy_key(policy)))
+        return _of_both(*quantize_transposed_op(x, amax_of(x), fmt.name, policy_key(policy)), fmt)
     if compiling and both and block == (1, 0) and _has_rows_and_columns(x):
         # As eager mode does. A compiler's kernel for both loops over rows: it keeps float32 values in memory meanwhile,
         # and stores transposed codes byte by byte.
-        return _cast_of_both(x, *rows_and_columns_op(x, fold, fmt.name, policy_key(policy)))
+        return _of_rows_and_columns(x, *rows_and_columns_op(x, fold, fmt.name, policy_key(policy)), fmt)
     if not compiling and takes(x, fmt, policy):
         made = _by_kernels(x, fmt, policy, block, fold, groups, both=both)
         if made is not None:
@@ -253,11 +239,20 @@ def quantize_dynamic(
         scale = numerics.scale_from_amax(largest, fmt, policy)
         scale_inv = divide(1.0, scale)
     codes = rounding.quantize(*split_blocks(value, scale, block), fmt, largest)
-    return Cast(codes if broadcasts(block) else codes.view(x.shape), scale, scale_inv)
+    return _quantized(codes if broadcasts(block) else codes.view(x.shape), scale, scale_inv, fmt, block)
 
 
-def _cast_of(codes: torch.Tensor, transposed: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> Cast:
-    return Cast(codes, scale, scale_inv, Cast(transposed, scale, scale_inv))
+def _quantized(
+    codes: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, fmt: Format, block: Block = None
+) -> Quantized:
+    return Quantized(codes, scale_inv, fmt, None if broadcasts(block) else block, scale=scale)
+
+
+def _of_both(
+    codes: torch.Tensor, transposed: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, fmt: Format
+) -> Quantized:
+    """Return codes that were made with one scale both ways."""
+    return Quantized(codes, scale_inv, fmt, None, Quantized(transposed, scale_inv, fmt, scale=scale), scale)
 
 
 def _fake_dynamic(
@@ -275,7 +270,7 @@ def quantize_dynamic_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return `quantize_dynamic`; an empty `block` stands for None."""
     made = quantize_dynamic(x, get_data_format(fmt), policy_of_key(policy), block_of(block), fold=fold, groups=groups)
-    return made[:3]
+    return made.codes, made.scale, made.scale_inv
 
 
 @operator(
@@ -289,7 +284,9 @@ def quantize_transposed_op(
     form, rule = get_data_format(fmt), policy_of_key(policy)
     if takes(x, form, rule):
         # an amax has no sign, so its bits are those that kernels take
-        return _transposed_by_bits(x.contiguous(), amax.view(torch.int32).reshape(1), form, rule)
+        cast = BothWays(x.shape, x.dtype, form, rule, with_scale=True)
+        made: Any = cast.by_bits(x.contiguous(), amax.view(torch.int32).reshape(1))
+        return made.codes, made.transposed.codes, made.scale, made.scale_inv
     scale = numerics.scale_from_amax(amax, form, rule)
     codes = rounding.quantize(x.contiguous(), scale, form)
     return codes, _turned(codes), scale, divide(1.0, scale)
@@ -304,20 +301,20 @@ def _by_kernels(
     groups: torch.Tensor | None,
     *,
     both: bool,
-) -> Cast | None:
+) -> Quantized | None:
     """Return what kernels make, or None where there is none for this block and these strides."""
     dtype, is_matrix = name_of(x.dtype), x.ndim == 2 and x.is_contiguous()
     if block is None:
-        bits = _amax_bits(x)
         if both and is_matrix:
-            return _cast_of(*_transposed_by_bits(x, bits, fmt, policy))
+            return BothWays(x.shape, x.dtype, fmt, policy, with_scale=True)(x)
+        bits = _amax_bits(x)
         plan, codes = plans().cast(x.numel(), dtype, fmt, policy=policy), torch.empty_like(x, dtype=torch_dtype(fmt))
         given = {"x_ptr": dense(x), "scale_ptr": bits, "y_ptr": codes, "scale_out_ptr": _scale_of_empty(x)}
         _, scale = launch(plan, x.device, **given)
-        return Cast(codes, scale.view(()), torch.reciprocal(scale).view(()))
+        return _quantized(codes, scale.view(()), torch.reciprocal(scale).view(()), fmt)
     if block == (1, 0) and x.numel() and (fold is not None or x.is_contiguous()):
         if both and _has_rows_and_columns(x):
-            return _cast_of_both(x, *_rows_and_columns(x, fmt, policy, fold))
+            return _of_rows_and_columns(x, *_rows_and_columns(x, fmt, policy, fold), fmt)
         x = x.contiguous()
         given = {"fold": fold is not None, "groups": groups is not None}
         plan = plans().rowwise(*matrix_of(x), dtype, fmt, policy, **given)
@@ -331,17 +328,62 @@ def _by_kernels(
         return None
     codes, scale, scale_inv = made
     shape = scale_shape(x.shape, block)
-    return Cast(codes.view(x.shape), scale.view(shape), scale_inv.view(shape))
+    return _quantized(codes.view(x.shape), scale.view(shape), scale_inv.view(shape), fmt, block)
 
 
-def _transposed_by_bits(
-    x: torch.Tensor, bits: torch.Tensor, fmt: Format, policy: ScalePolicy
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return codes of a contiguous matrix, its transpose and both scales, from the int32 bits [1] of its amax."""
-    plan = plans().cast_transpose(*x.shape, name_of(x.dtype), fmt, policy=policy)
-    given = {"scale_out_ptr": _scale_of_empty(x), "scale_inv_ptr": _scale_of_empty(x)}
-    codes, transposed, scale, scale_inv = launch(plan, x.device, x_ptr=x, scale_ptr=bits, **given)
-    return codes, transposed, scale.view(()), scale_inv.view(())
+class BothWays:
+    """The launches that cast contiguous matrices of one shape with one scale of their own amax, both ways.
+
+    What they need besides a matrix is decided once: layers keep it.
+
+    Args:
+        shape: [M, N].
+        dtype: Of the matrices.
+        fmt: The format.
+        policy: The rule for the scale.
+        with_scale: Whether the scale into FP8 is wanted, too.
+
+    Attributes:
+        shape: As given.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, fmt: Format, policy: ScalePolicy, *, with_scale: bool
+    ) -> None:
+        m, n = shape
+        self.shape, self._turned = torch.Size((m, n)), (n, m)
+        self._fmt, self._dtype, self._with_scale = fmt, torch_dtype(fmt), with_scale
+        self._amax = plans().amax(m * n, name_of(dtype))
+        # of an empty tensor, for which nothing is launched, the scale is 1
+        self._new = torch.empty if m * n else torch.ones
+        self._cast = plans().cast_transpose(m, n, name_of(dtype), fmt, policy=policy, with_scale=with_scale)
+
+    def __call__(self, x: torch.Tensor) -> Quantized:
+        """Cast a matrix."""
+        bits = torch.zeros(1, dtype=torch.int32, device=x.device)
+        _triton.run(self._amax, x.device, x_ptr=x, amax_ptr=bits)
+        return self.by_bits(x, bits)
+
+    def by_bits(self, x: torch.Tensor, bits: torch.Tensor) -> Quantized:
+        """Cast a matrix of which the int32 bits [1] of max |x| are known."""
+        device, dtype = x.device, self._dtype
+        codes = torch.empty(self.shape, dtype=dtype, device=device)
+        transposed = torch.empty(self._turned, dtype=dtype, device=device)
+        scale_inv = self._new((), dtype=torch.float32, device=device)
+        made = {"y_ptr": codes, "yt_ptr": transposed, "scale_inv_ptr": scale_inv}
+        scale = None
+        if self._with_scale:
+            scale = made["scale_out_ptr"] = self._new((), dtype=torch.float32, device=device)
+        _triton.run(self._cast, device, x_ptr=x, scale_ptr=bits, **made)
+        fmt = self._fmt
+        return Quantized(codes, scale_inv, fmt, None, Quantized(transposed, scale_inv, fmt, scale=scale), scale)
+
+
+def both_ways(x: torch.Tensor, shape: Sequence[int], fmt: Format, policy: ScalePolicy) -> BothWays | None:
+    """Return what casts contiguous matrices [M, N] that are else like x both ways; None where no kernel does."""
+    if len(shape) != 2 or policy.formula == "e8m0" or not takes(x, fmt, policy):
+        return None
+    return BothWays(shape, x.dtype, fmt, policy, with_scale=False)
 
 
 def _has_rows_and_columns(x: torch.Tensor) -> bool:
@@ -367,11 +409,17 @@ def _rows_and_columns(
     return codes, transposed, scale, scale_inv
 
 
-def _cast_of_both(
-    x: torch.Tensor, codes: torch.Tensor, transposed: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor
-) -> Cast:
+def _of_rows_and_columns(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    transposed: torch.Tensor,
+    scale: torch.Tensor,
+    scale_inv: torch.Tensor,
+    fmt: Format,
+) -> Quantized:
     (rows, columns), (rows_inv, columns_inv) = (one[:, None].split(x.shape) for one in (scale, scale_inv))
-    return Cast(codes, rows, rows_inv, Cast(transposed, columns, columns_inv))
+    by_columns = Quantized(transposed, columns_inv, fmt, scale=columns)
+    return Quantized(codes, rows_inv, fmt, None, by_columns, rows)
 
 
 def _fake_rows_and_columns(
@@ -392,7 +440,8 @@ def rows_and_columns_op(
         return _rows_and_columns(x.contiguous(), form, rule, fold)
     rows = quantize_dynamic(x, form, rule, (1, 0), fold=fold)
     columns = quantize_dynamic(x.t().contiguous(), form, rule, (1, 0))
-    scale, scale_inv = (torch.cat([a.view(-1), b.view(-1)]) for a, b in zip(rows[1:3], columns[1:3], strict=True))
+    scale = torch.cat([rows.scale.view(-1), columns.scale.view(-1)])
+    scale_inv = torch.cat([rows.scale_inv.view(-1), columns.scale_inv.view(-1)])
     return rows.codes, columns.codes, scale, scale_inv
 
 

@@ -16,10 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error
+from fp8_common.torch.casts import BothWays, both_ways
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.function import Gather, LinearSpec, fp8_linear
-from fp8_common.torch.linear.operand import Operand
-from fp8_common.torch.sharding.gathered import GatheredWeight
+from fp8_common.torch.linear.plan import Decided
+from fp8_common.torch.quantized import Quantized
+from fp8_common.torch.sharding.gathered import GatheredWeight, quantized
 from fp8_torch_fsdp.all_gather.fsdp1 import refuse_fsdp1
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.all_gather.state_dict import forget_state_dict_hooks, keep_state_dicts_plain
@@ -89,12 +91,17 @@ class WeightMatmul:
         scales: As given.
         weight_cast: How the weight is scaled.
         parts: What `WeightCast.whole` has to know about parts that other ranks hold.
+        kept: The launches of casts of the weight, decided once.
+        casts_alone: Whether one scale of the weight's own amax casts it.
         spec: What `fp8_linear` has to know.
     """
 
     def __init__(self, config: LinearConfig, layout: WeightLayout, scales: dict[str, DelayedScale], owner: str) -> None:
         self.config, self.layout, self.scales = config, layout, scales
         self.parts: Mapping[str, Any] = {}
+        self.kept: Decided[BothWays | None] = Decided()
+        tensorwise = config.weight.scaling == "dynamic" and config.weight.granularity == "tensorwise"
+        self.casts_alone = tensorwise and not layout.stacked
         self.weight_cast: WeightCast = WeightCast.of(
             config.weight, stacked=layout.stacked, transposed=layout.transposed, delayed=scales.get("weight")
         )
@@ -114,23 +121,40 @@ class WeightMatmul:
         twin.parts, twin.spec = self.parts, dataclasses.replace(twin.spec, gather=self.spec.gather)
         return twin
 
-    def watch(self, watcher: Callable[[str, torch.Tensor, Operand], None] | None) -> None:
+    def watch(self, watcher: Callable[[str, torch.Tensor, Quantized], None] | None) -> None:
         """Call `watcher` with operand name, matrix and its FP8 form, as a `Float8Monitor` wants; None ends it."""
         self.spec = dataclasses.replace(self.spec, watch=watcher)
 
-    def weight_operand(self, weight: torch.Tensor, record: bool) -> Operand:
-        """Return the weight as an operand [..., out_features, in_features]: as gathered, or cast now."""
+    def weight_operand(self, weight: torch.Tensor, record: bool, both: bool) -> Quantized:
+        """Return the weight as an operand [..., out_features, in_features]: as gathered, or cast now.
+
+        Args:
+            weight: In any state.
+            record: Whether delayed scaling observes it.
+            both: Whether its codes are wanted transposed, too, if one launch makes both.
+        """
         if isinstance(weight, GatheredWeight):
-            operand = Operand.of_gathered(weight)
+            operand = quantized(weight)
         else:
             plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight
-            made = self.weight_cast.whole(plain, record=record, **self.parts)
-            operand = Operand.of_cast(made, self.config.weight.fp8_format, self.weight_cast.grid.tile)
+            kept = self._both_ways(plain) if both and self.casts_alone and not self.parts else None
+            if kept is not None and plain.is_contiguous():
+                operand = kept(plain)
+            else:
+                operand = self.weight_cast.whole(plain, record=record, both=both, **self.parts)
         if self.layout.stacked and self.config.weight.granularity == "tensorwise":
             # one scale for each expert, or the constant of all
             own = operand.scale_inv.reshape(-1).expand(weight.shape[0])
-            operand = dataclasses.replace(operand, scale_inv=own)
-        return operand.transposed() if self.layout.transposed else operand
+            operand = Quantized(operand.codes, own, operand.fmt, operand.block)
+        return operand.t() if self.layout.transposed else operand
+
+    def _both_ways(self, plain: torch.Tensor) -> BothWays | None:
+        """Return the launches of a cast both ways, decided once for a shape, dtype and device."""
+        key = plain.shape, plain.dtype, plain.device, type(plain)
+        if key not in self.kept:
+            cast = self.config.weight
+            self.kept.keep(key, both_ways(plain, plain.shape, cast.fp8_format, cast.policy))
+        return self.kept[key]
 
 
 class Float8Module(nn.Module):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from fp8_common import CastRecipe
 from fp8_common.torch import casts
 from fp8_common.torch.linear.operand import quantize_tensorwise
+from fp8_common.torch.quantized import Quantized
 from fp8_common.torch.sharding.agreement import max_over_ranks
 from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
 from fp8_torch_fsdp.scales.delayed import DelayedScale
@@ -50,13 +51,20 @@ class WeightCast:
         return cls(grid=grid, delayed=delayed)
 
     def whole(
-        self, weight: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None, splits_rows: bool = False
-    ) -> casts.Cast:
+        self,
+        weight: torch.Tensor,
+        *,
+        record: bool,
+        both: bool = False,
+        group: dist.ProcessGroup | None = None,
+        splits_rows: bool = False,
+    ) -> Quantized:
         """Return the float8 codes and the scales of a whole weight, the same numbers that a gather gives.
 
         Args:
             weight: The plain weight, or this rank's tensor-parallel part of it.
             record: Whether delayed scaling observes it.
+            both: Whether its codes are wanted transposed, too.
             group: The ranks that hold the other parts.
             splits_rows: Whether the parts are cut along the last dimension.
         """
@@ -64,7 +72,7 @@ class WeightCast:
         region = Region.whole(weight.shape)
         if grid.block is None:
             # compiled, one launch writes what the output and the gradient of the input need
-            both = cast.scaling == "dynamic" and casts.fuses(weight)
+            both = both or (cast.scaling == "dynamic" and casts.fuses(weight))
             return quantize_tensorwise(weight, cast, self.delayed, record=record, group=group, both=both)
         if self.delayed is not None:
             amax = grid.amax_bits(weight, region).view(torch.float32)
@@ -74,4 +82,5 @@ class WeightCast:
             scale = grid.scales(bits, weight.shape)
         else:
             return grid.quantize_whole(weight)
-        return casts.Cast(casts.quantize(weight, scale, cast.fp8_format), scale, casts.reciprocal(scale))
+        codes, fmt = casts.quantize(weight, scale, cast.fp8_format), cast.fp8_format
+        return Quantized(codes, casts.reciprocal(scale), fmt, grid.tile, scale=scale)

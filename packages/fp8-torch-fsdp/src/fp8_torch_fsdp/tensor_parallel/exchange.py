@@ -12,11 +12,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from fp8_common import Format
+from fp8_common.torch.quantized import Quantized
 from fp8_common.torch.sharding.gathered import GatheredWeight
 
-Cast = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Format]]
-"""Makes codes [rows, columns], the scale that all ranks share and the format from a local matrix [rows, columns]."""
+Cast = Callable[[torch.Tensor], Quantized]
+"""Quantizes a local matrix [rows, columns] with the scale that all ranks share."""
 
 
 class Place(NamedTuple):
@@ -43,11 +43,11 @@ def gather_codes(local: torch.Tensor, cast: Cast, place: Place) -> GatheredWeigh
         place: How it is cut.
     """
     # A collective for scales of this step's values: all ranks come here in the same forward or backward.
-    codes, scale, fmt = cast(local.reshape(-1, local.shape[-1]))
+    made = cast(local.reshape(-1, local.shape[-1]))
     # as uint8, because gloo and older NCCL refuse float8
-    data = place.distributed(codes.view(local.shape).view(torch.uint8))
+    data = place.distributed(made.codes.view(local.shape).view(torch.uint8))
     whole = data.redistribute(placements=[Replicate()]).to_local()
-    return GatheredWeight(whole.contiguous().view(codes.dtype), scale, fmt.name, local.dtype)
+    return GatheredWeight(whole.contiguous().view(made.codes.dtype), made.scale, made.fmt.name, local.dtype)
 
 
 class GatherInput(torch.autograd.Function):

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from fp8_common import Format
-from fp8_common.torch.linear.operand import Operand, quantize_tensorwise
+from fp8_common.torch.linear.operand import quantize_tensorwise
+from fp8_common.torch.quantized import Quantized
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.layers.module import Distribution, with_bias
 from fp8_torch_fsdp.tensor_parallel.exchange import Cast, GatherInput, Place, ReduceOutput
@@ -119,12 +119,11 @@ def _caster(layer: Float8Linear, name: str, group: dist.ProcessGroup, record: bo
     """Return what casts a local part of the operand `name` with the scale of the whole."""
     recipe, matmul = getattr(layer.config, name), layer.fp8["weight"]
 
-    def cast(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Format]:
-        fmt = recipe.fp8_format
+    def cast(x: torch.Tensor) -> Quantized:
         made = quantize_tensorwise(x, recipe, matmul.scales.get(name), record=record, group=group)
         if matmul.spec.watch is not None:
-            matmul.spec.watch(name, x, Operand.of_cast(made, fmt))
-        return made.codes, made.scale, fmt
+            matmul.spec.watch(name, x, made)
+        return made
 
     return cast
 

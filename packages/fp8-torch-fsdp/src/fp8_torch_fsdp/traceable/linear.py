@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fp8_common.torch import casts, torch_dtype
-from fp8_common.torch.linear.operand import Operand
+from fp8_common.torch.quantized import Quantized
 from fp8_common.torch.sharding.fsdp import pad_rows, unpad
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.layers.module import Distribution, with_bias
@@ -83,7 +83,7 @@ class TraceableShards(Distribution):
             part = copy_in_backward(part, grad)
         return scale, self.place.start_gather(part)
 
-    def finish(self, started: Any, record: bool) -> Operand:
+    def finish(self, started: Any, record: bool) -> Quantized:
         """Return the gathered weight as an operand; codes share the memory of what arrived."""
         scale, gather = started
         arrived, shape = self.place.finish(gather), self.slot.region.full_shape
@@ -91,8 +91,8 @@ class TraceableShards(Distribution):
         fmt, tile = cast.grid.cast.fp8_format, cast.grid.tile
         if scale is None:
             # padding of all ranks is at the end
-            return Operand.of_cast(cast.whole(arrived[: shape[0]], record=record), fmt, tile)
-        return Operand(unpad(arrived, shape, torch_dtype(fmt)), casts.reciprocal(scale), fmt, tile)
+            return cast.whole(arrived[: shape[0]], record=record)
+        return Quantized(unpad(arrived, shape, torch_dtype(fmt)), casts.reciprocal(scale), fmt, tile)
 
     def start_reduce(self, grad_weight: torch.Tensor) -> Started:
         """Start to average the gradient over all ranks."""

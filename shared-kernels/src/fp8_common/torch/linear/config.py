@@ -44,12 +44,14 @@ class SharedCasts(NamedTuple):
             having one scale; "columns", the same cast by columns does, made in one launch; None, it does not.
         grad_output: The same of the output's gradient for the gradients of input and weight.
         one_gradient_scale: The output's gradient is cast with one scale, and no scales of the weight folded in.
+        wide_grad_weight: The gradient of the weight is computed in high precision.
     """
 
     folds: bool
     input: Literal["codes", "columns"] | None
     grad_output: Literal["codes", "columns"] | None
     one_gradient_scale: bool
+    wide_grad_weight: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +155,7 @@ def _shared_casts(recipe: Recipe) -> SharedCasts:
         input=_serves_twice(recipe.input, recipe.input_for_grad_weight),
         grad_output=shared_gradient,
         one_gradient_scale=one_scale,
+        wide_grad_weight=not (recipe.input_for_grad_weight or recipe.input).enabled,
     )
 
 

@@ -13,13 +13,15 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fp8_common.errors import Fp8Error, Fp8StaleError, Fp8UnsupportedError
-from fp8_common.torch.casts import MX_BLOCK
+from fp8_common.torch.casts import MX_BLOCK, BothWays
 from fp8_common.torch.compat import in_function_transform
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.grouped import RowGroups
-from fp8_common.torch.linear.matmul import MatmulOptions, should_emulate
-from fp8_common.torch.linear.operand import Operand, ScaleState, quantize_operand, transpose
+from fp8_common.torch.linear.matmul import MatmulOptions
+from fp8_common.torch.linear.operand import ScaleState, quantize_operand
+from fp8_common.torch.linear.plan import Decided, LinearPlan, decide
 from fp8_common.torch.linear.rows import ROWS, Rows
+from fp8_common.torch.quantized import Quantized, transpose
 from fp8_common.torch.sharding.gathered import GatheredWeight
 
 
@@ -35,7 +37,7 @@ class Gather(Protocol):
     def start(self, sent: tuple[torch.Tensor | None, ...], grad: torch.Tensor | None) -> Any:
         """Start to gather what `send` returned; `grad` is what the backward has reached, None in the forward."""
 
-    def finish(self, started: Any, record: bool) -> Operand:
+    def finish(self, started: Any, record: bool) -> Quantized:
         """Return the whole weight; `record` says whether delayed scaling observes it."""
 
     def start_reduce(self, grad_weight: torch.Tensor) -> Any:
@@ -51,8 +53,8 @@ class LinearSpec:
 
     Attributes:
         config: How to cast and multiply.
-        weight: Called with (weight, record), returns the operand [..., out_features, in_features] of a weight in any
-            of its states; `record` says whether delayed scaling observes it.
+        weight: Called with (weight, record, both), returns the operand [..., out_features, in_features] of a weight in
+            any of its states; `record` says whether delayed scaling observes it, `both` whether its transpose serves.
         name: What errors call the layer.
         transposed: The weight is stored as [..., in_features, out_features], and so is its gradient.
         input_scale: The state of delayed scaling of the input; None without it.
@@ -60,16 +62,18 @@ class LinearSpec:
         gather: How the whole weight is had; None where it is at hand.
         watch: Called with "input" or "grad_output", a matrix [rows, columns] and its operand; None costs nothing. Rows
             in groups are not shown.
+        plans: What was decided, by shape, dtype and device of the input.
     """
 
     config: LinearConfig
-    weight: Callable[[torch.Tensor, bool], Operand]
+    weight: Callable[[torch.Tensor, bool, bool], Quantized]
     name: str = "An FP8 layer"
     transposed: bool = False
     input_scale: ScaleState | None = None
     grad_scale: ScaleState | None = None
     gather: Gather | None = None
-    watch: Callable[[str, torch.Tensor, Operand], None] | None = None
+    watch: Callable[[str, torch.Tensor, Quantized], None] | None = None
+    plans: Decided[LinearPlan] = dataclasses.field(default_factory=Decided, init=False, repr=False)
 
 
 def fp8_linear(
@@ -140,6 +144,19 @@ def _check_blocks(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec) -> No
         )
 
 
+def _plan(spec: LinearSpec, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None) -> LinearPlan:
+    """Return what is decided for inputs like x."""
+    if torch.compiler.is_compiling():
+        return decide(spec.config, x, 0, weight.dtype, casts_rows=False, compiled=True)
+    out_features = weight.shape[-1 if spec.transposed else -2]
+    key = x.shape, x.dtype, x.device, type(x), weight.dtype, out_features, offsets is None
+    plan = spec.plans.get(key)
+    if plan is None:
+        casts_rows = offsets is None and not isinstance(x, GatheredWeight)
+        plan = spec.plans.keep(key, decide(spec.config, x, out_features, weight.dtype, casts_rows=casts_rows))
+    return plan
+
+
 class _Linear(torch.autograd.Function):
     """The matmuls; tensors first, as autograd wants them."""
 
@@ -154,70 +171,81 @@ class _Linear(torch.autograd.Function):
         keep_codes: bool,
     ) -> torch.Tensor:
         gather, config = spec.gather, spec.config
+        plan = _plan(spec, x, weight, offsets)
         # The weight itself and not its codes: FSDP2 may free and refill it before the backward.
         sent = (weight,) if gather is None else gather.send(weight)
         # Before the cast of the input, so that a gather of the weight runs beside it.
         started = None if gather is None else gather.start(sent, None)
-        matrix = x.reshape(-1, x.shape[-1])
+        matrix = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         rows = ROWS if offsets is None else RowGroups(offsets, matrix.shape[0])
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
         both = needs_weight and config.shared.input is not None
-        x_operand = _quantize(rows, "input", matrix, spec, record=record, both=both)
-        w_operand = rows.checked(spec.weight(weight, record) if gather is None else gather.finish(started, record))
+        x_operand = _quantize(rows, "input", matrix, spec, plan.input if both else None, record=record, both=both)
+        if gather is None:
+            w_operand = spec.weight(weight, record, needs_x and keep_codes and not plan.compiled)
+        else:
+            w_operand = gather.finish(started, record)
+        w_operand = rows.checked(w_operand) if rows.grouped else w_operand
         kept = w_operand if needs_x and keep_codes else None
-        if kept is not None and kept.by_columns is not None:
-            kept = kept.by_columns.transposed()  # the codes that the backward contracts, as a view
+        turned = None if kept is None else kept.transposed  # the codes that the backward contracts
+        ctx.turned = turned is not None
+        kept = kept if turned is None else turned
         saved = _saved_input(config, matrix, x_operand, rows) if needs_weight else None
         # Compiled code cannot compare: there the hooks of FSDP2 alone bring back the codes of this forward.
-        origin = getattr(weight, "origin", None) if needs_x and not torch.compiler.is_compiling() else None
+        origin = getattr(weight, "origin", None) if needs_x and not plan.compiled else None
         ctx.origin, ctx.number = origin, 0 if origin is None else origin.number
         mark = None if origin is None else origin.mark
         # Tensors go through autograd, which notices writes to them and lets checkpoints and offloading take them;
         # everything else stays on the context.
         ctx.save_for_backward(offsets, mark, *sent, *_tensors(kept), *_tensors(saved))
         ctx.kept, ctx.saved, ctx.sent = _without_tensors(kept), _without_tensors(saved), len(sent)
-        ctx.spec, ctx.record, ctx.shape, ctx.dtype, ctx.weight_dtype = spec, record, x.shape, x.dtype, weight.dtype
-        y = rows.matmul(x_operand, w_operand, _options(config, "output", x.dtype, x.device))
-        return _reshaped(y, (*x.shape[:-1], y.shape[-1]))
+        ctx.plan, ctx.spec, ctx.record, ctx.shape = plan, spec, record, x.shape
+        ctx.dtype, ctx.weight_dtype = x.dtype, weight.dtype
+        y = rows.matmul(x_operand, w_operand, plan.output)
+        return y if x.ndim == 2 else _reshaped(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         spec: LinearSpec = ctx.spec
-        config, gather = spec.config, spec.gather
+        config, gather, plan = spec.config, spec.gather, ctx.plan
         offsets, mark, *tensors = ctx.saved_tensors  # once: checkpoints let it be read once only
         if mark is not None:
             _check_codes(ctx, int(mark))
         # `list`, because torch 2.11 traces what a star takes as a tuple
         sent, tensors = tuple(tensors[: ctx.sent]), list(tensors[ctx.sent :])
         weight, saved = _with_tensors(ctx.kept, tensors), _with_tensors(ctx.saved, tensors)
-        matrix = grad.reshape(-1, grad.shape[-1])
+        matrix = grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1])
         rows = ROWS if offsets is None else RowGroups(offsets, matrix.shape[0])
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
         needs_gather = needs_x and weight is None
         # The weight is on its way during the other matmul, and its gradient during this one.
         started = gather.start(sent, grad) if needs_gather and gather is not None else None
 
-        def whole_weight() -> Operand:
+        def whole_weight() -> Quantized:
             # Delayed scaling has observed the weight in the forward.
-            return spec.weight(sent[0], False) if gather is None else gather.finish(started, False)
+            return spec.weight(sent[0], False, not plan.compiled) if gather is None else gather.finish(started, False)
 
         shared = None
         if config.shared.one_gradient_scale:
             both = needs_weight and config.shared.grad_output == "codes"
-            shared = _quantize(rows, "grad_output", matrix, spec, record=ctx.record, both=both)
+            decided = plan.grad_output if both else None
+            shared = _quantize(rows, "grad_output", matrix, spec, decided, record=ctx.record, both=both)
         elif needs_x and needs_weight and gather is None and _folds_beside_columns(config, rows):
             # before the matmul that does not need the weight: one launch then casts the gradient for both
             weight = whole_weight() if weight is None else weight
             shared = _quantize_folded(rows, matrix, weight.scale_inv, spec, both=True)
         grad_x = grad_weight = None
         if needs_weight:
-            product = _grad_weight(config, matrix, saved, shared, ctx.weight_dtype, rows)
+            product = _grad_weight(config, matrix, saved, shared, plan.grad_weight, rows)
             product = product.mT if spec.transposed else product
             grad_weight = product if gather is None else gather.start_reduce(product)
         if needs_x:
             weight = whole_weight() if weight is None else weight
-            grad_x = _reshaped(_grad_input(spec, matrix, weight, shared, rows).to(ctx.dtype), ctx.shape)
+            weight = weight if ctx.turned else _turned(config, weight)
+            grad_x = _grad_input(spec, matrix, weight, shared, plan.grad_input, rows)
+            grad_x = grad_x if grad_x.dtype == ctx.dtype else grad_x.to(ctx.dtype)
+            grad_x = grad_x if len(ctx.shape) == 2 else _reshaped(grad_x, ctx.shape)
         if needs_weight and gather is not None:
             grad_weight = gather.finish_reduce(grad_weight)
         return grad_x, grad_weight, None, None, None, None
@@ -246,10 +274,22 @@ def _folds_beside_columns(config: LinearConfig, rows: Rows) -> bool:
     return shared.folds and shared.grad_output == "columns" and not rows.grouped
 
 
-def _quantize(rows: Rows, name: str, x: torch.Tensor, spec: LinearSpec, *, record: bool, both: bool) -> Operand:
+def _quantize(
+    rows: Rows,
+    name: str,
+    x: torch.Tensor,
+    spec: LinearSpec,
+    decided: BothWays | None,
+    *,
+    record: bool,
+    both: bool,
+) -> Quantized:
     """Quantize a matrix [rows, contracted] as "input" or "grad_output", and show it to who watches."""
-    delayed = spec.input_scale if name == "input" else spec.grad_scale
-    operand = rows.quantize(x, getattr(spec.config, name), delayed, record=record, both=both)
+    if decided is not None and x.shape == decided.shape and x.is_contiguous() and not isinstance(x, GatheredWeight):
+        operand = decided(x)
+    else:
+        delayed = spec.input_scale if name == "input" else spec.grad_scale
+        operand = rows.quantize(x, getattr(spec.config, name), delayed, record=record, both=both)
     if spec.watch is not None and not rows.grouped and not isinstance(x, GatheredWeight):
         spec.watch(name, x, operand)
     return operand
@@ -257,19 +297,21 @@ def _quantize(rows: Rows, name: str, x: torch.Tensor, spec: LinearSpec, *, recor
 
 def _quantize_folded(
     rows: Rows, grad: torch.Tensor, weight_inv: torch.Tensor, spec: LinearSpec, *, both: bool
-) -> Operand:
+) -> Quantized:
     operand = rows.quantize_folded(grad, weight_inv, spec.config.grad_output, both=both)
     if spec.watch is not None and not rows.grouped:
         spec.watch("grad_output", grad.float() * weight_inv.reshape(-1), operand)
     return operand
 
 
-def _saved_input(config: LinearConfig, x: torch.Tensor, operand: Operand, rows: Rows) -> torch.Tensor | Operand:
+def _saved_input(config: LinearConfig, x: torch.Tensor, operand: Quantized, rows: Rows) -> torch.Tensor | Quantized:
     """Return what the weight's gradient needs of the input [rows, columns]: an operand over rows, or the input.
 
     Where that gradient is computed in high precision, `fp8_saved_input` keeps the operand of the output instead.
     """
-    if operand.by_columns is not None or config.shared.input == "codes":
+    if operand.transposed is not None:
+        return operand.transposed
+    if config.shared.input == "codes":
         return rows.over_rows(operand)
     if not config.fp8_saved_input or isinstance(x, GatheredWeight):
         return x
@@ -277,69 +319,68 @@ def _saved_input(config: LinearConfig, x: torch.Tensor, operand: Operand, rows: 
     return rows.quantize_over_rows(x, cast) if cast.enabled else operand
 
 
-def _grad_input(
-    spec: LinearSpec, grad: torch.Tensor, weight: Operand, shared: Operand | None, rows: Rows
-) -> torch.Tensor:
-    """Return dx = dy w [M, K]; row scales of the weight are folded into dy [M, N] before its cast."""
-    config = spec.config
+def _turned(config: LinearConfig, weight: Quantized) -> Quantized:
+    """Return a weight as the gradient of the input contracts it."""
     if config.shared.folds:
+        return weight
+    if config.weight.granularity == "mx":  # blocks lie along what is contracted, and only one plane was gathered
+        return quantize_operand(transpose(weight.dequantize()), config.weight)
+    return weight.t()
+
+
+def _grad_input(
+    spec: LinearSpec,
+    grad: torch.Tensor,
+    weight: Quantized,
+    shared: Quantized | None,
+    options: MatmulOptions,
+    rows: Rows,
+) -> torch.Tensor:
+    """Return dx = dy w [M, K] of a weight as `_turned`; its row scales are folded into dy [M, N] before its cast."""
+    if spec.config.shared.folds:
         # dx = sum over n of dy[m, n] * s[n] * codes[n, k]: the scale of a row of w belongs to the dimension that is
         # contracted here, where no FP8 matmul can apply it.
         grad_operand = shared or _quantize_folded(rows, grad, weight.scale_inv, spec, both=False)
-        weight = Operand(transpose(weight.codes), torch.ones_like(weight.scale_inv[..., 0, 0]), weight.fmt)
+        weight = Quantized(transpose(weight.codes), torch.ones_like(weight.scale_inv[..., 0, 0]), weight.fmt)
     else:
-        grad_operand = shared or _quantize(rows, "grad_output", grad, spec, record=False, both=False)
-        if config.weight.granularity == "mx":  # blocks lie along what is contracted, and only one plane was gathered
-            weight = quantize_operand(transpose(weight.dequantize()), config.weight)
-        else:
-            weight = weight.transposed()
-    return rows.matmul(grad_operand, weight, _options(config, "grad_input", grad.dtype, grad.device))
+        grad_operand = shared or _quantize(rows, "grad_output", grad, spec, None, record=False, both=False)
+    return rows.matmul(grad_operand, weight, options)
 
 
 def _grad_weight(
     config: LinearConfig,
     grad: torch.Tensor,
-    x: torch.Tensor | Operand,
-    shared: Operand | None,
-    dtype: torch.dtype,
+    x: torch.Tensor | Quantized,
+    shared: Quantized | None,
+    options: MatmulOptions,
     rows: Rows,
 ) -> torch.Tensor:
     """Return dw = dy^T x [N, K], contracted over the rows; in high precision where the recipe says so."""
-    grad_cast, input_cast = config.grad_weight_casts
-    if not input_cast.enabled:
+    if config.shared.wide_grad_weight:
         # Disabled means for both operands: `Recipe` refuses a matmul of one.
-        wide = x.dequantize() if isinstance(x, Operand) else x
-        return rows.matmul_wide(grad, wide.to(grad.dtype)).to(dtype)
-    x = x if isinstance(x, Operand) else rows.quantize_over_rows(x, input_cast)
-    if shared is not None and (config.shared.grad_output == "codes" or shared.by_columns is not None):
+        wide = x.dequantize() if isinstance(x, Quantized) else x
+        return rows.matmul_wide(grad, wide.to(grad.dtype)).to(options.out_dtype)
+    x = x if isinstance(x, Quantized) else rows.quantize_over_rows(x, config.grad_weight_casts[1])
+    if shared is not None and shared.transposed is not None:
+        g = shared.transposed
+    elif shared is not None and config.shared.grad_output == "codes":
         g = rows.over_rows(shared)
     else:
-        g = rows.quantize_over_rows(grad, grad_cast)
-    return rows.matmul_over_rows(g, x, _options(config, "grad_weight", dtype, grad.device))
+        g = rows.quantize_over_rows(grad, config.grad_weight_casts[0])
+    return rows.matmul_over_rows(g, x, options)
 
 
-def _options(config: LinearConfig, product: str, out_dtype: torch.dtype, device: torch.device) -> MatmulOptions:
-    return MatmulOptions(
-        out_dtype=out_dtype,
-        emulate=should_emulate(device, config.emulate),
-        use_fast_accum=getattr(config.gemms, f"fast_accum_{product}"),
-        # the weight's gradient is contracted over tokens, whose number is nobody's choice
-        pad_inner=config.pad_inner_dim or product == "grad_weight",
-        pad_outer=config.pad_inner_dim,
-    )
-
-
-def _tensors(saved: torch.Tensor | Operand | None) -> tuple[torch.Tensor, ...]:
+def _tensors(saved: torch.Tensor | Quantized | None) -> tuple[torch.Tensor, ...]:
     if saved is None:
         return ()
-    return (saved.codes, saved.scale_inv) if isinstance(saved, Operand) else (saved,)
+    return (saved.codes, saved.scale_inv) if isinstance(saved, Quantized) else (saved,)
 
 
-def _without_tensors(saved: torch.Tensor | Operand | None) -> tuple | None:
+def _without_tensors(saved: torch.Tensor | Quantized | None) -> tuple | None:
     """Return what is known of `saved` besides its tensors: () of a tensor, format and block of an operand."""
     if saved is None:
         return None
-    return (saved.fmt, saved.block) if isinstance(saved, Operand) else ()
+    return (saved.fmt, saved.block) if isinstance(saved, Quantized) else ()
 
 
 def _with_tensors(known: tuple | None, tensors: list[torch.Tensor]) -> Any:
@@ -349,7 +390,7 @@ def _with_tensors(known: tuple | None, tensors: list[torch.Tensor]) -> Any:
     if not known:
         return tensors.pop(0)
     codes, scale_inv = tensors.pop(0), tensors.pop(0)
-    return Operand(codes, scale_inv, *known)
+    return Quantized(codes, scale_inv, *known)
 
 
 def _reshaped(matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -5,8 +5,6 @@ here waits for it: every row finds its group by a search in the offsets, and red
 index. Rows behind the last group belong to none. Their codes are never read, and they take part in no amax.
 """
 
-import dataclasses
-
 import torch
 
 from fp8_common.errors import Fp8Error
@@ -15,9 +13,10 @@ from fp8_common.recipe import CastRecipe
 from fp8_common.torch import casts
 from fp8_common.torch.linear import grouped_matmul, segments
 from fp8_common.torch.linear.matmul import MatmulOptions
-from fp8_common.torch.linear.operand import Operand, ScaleState, quantize_operand
+from fp8_common.torch.linear.operand import ScaleState, quantize_operand
 from fp8_common.torch.linear.rows import Rows
 from fp8_common.torch.linear.segments import BLOCK, Groups
+from fp8_common.torch.quantized import Quantized
 
 
 class RowGroups(Groups, Rows):
@@ -47,7 +46,7 @@ class RowGroups(Groups, Rows):
         if groups:
             segments.check_offsets(offsets, rows.shape[0])
 
-    def checked(self, weight: Operand) -> Operand:
+    def checked(self, weight: Quantized) -> Quantized:
         """Return the weight with scales that are NaN if the offsets do not fit, where `check` did not look at them.
 
         To look would wait for the device, and an assertion there would end the process.
@@ -55,11 +54,12 @@ class RowGroups(Groups, Rows):
         if self.known_on_host or not self.count:
             return weight
         fits = segments.offsets_fit(self.given, self.rows)
-        return dataclasses.replace(weight, scale_inv=weight.scale_inv.masked_fill(~fits, torch.nan))
+        scale_inv = weight.scale_inv.masked_fill(~fits, torch.nan)
+        return Quantized(weight.codes, scale_inv, weight.fmt, weight.block)
 
     def quantize(
         self, x: torch.Tensor, cast: CastRecipe, delayed: ScaleState | None, *, record: bool, both: bool
-    ) -> Operand:
+    ) -> Quantized:
         """Quantize [rows, columns], contracted over columns.
 
         Args:
@@ -85,18 +85,17 @@ class RowGroups(Groups, Rows):
             else:
                 scale = delayed.current(amax, record, self.filled)
         codes = segments.segment_quantize(x, self.of_row, scale, fmt, amax)
-        return Operand(codes, casts.reciprocal(scale), fmt)
+        return Quantized(codes, casts.reciprocal(scale), fmt)
 
-    def quantize_folded(self, x: torch.Tensor, weight_inv: torch.Tensor, cast: CastRecipe, *, both: bool) -> Operand:
+    def quantize_folded(self, x: torch.Tensor, weight_inv: torch.Tensor, cast: CastRecipe, *, both: bool) -> Quantized:
         """Quantize float32(x) * the float32 scales [count, columns, 1] of the rows of each group's weight."""
         fold = weight_inv[..., 0]
         if cast.granularity == "rowwise":
             folds, fmt = torch.cat([fold, torch.ones_like(fold[:1])]), cast.fp8_format
-            made = casts.quantize_dynamic(x, fmt, cast.policy, (1, 0), fold=folds, groups=self.of_row)
-            return Operand.of_cast(made, fmt)
+            return casts.quantize_dynamic(x, fmt, cast.policy, (1, 0), fold=folds, groups=self.of_row)
         return self.quantize(x.float() * self.per_row(fold), cast, None, record=False, both=both)
 
-    def quantize_over_rows(self, x: torch.Tensor, cast: CastRecipe) -> Operand:
+    def quantize_over_rows(self, x: torch.Tensor, cast: CastRecipe) -> Quantized:
         """Quantize [rows, columns] for a matmul that is contracted over the rows of each group.
 
         Returns:
@@ -111,13 +110,13 @@ class RowGroups(Groups, Rows):
         amax = segments.segment_amax(x, places, count, per_column=True)
         scale = casts.scale_from_amax(amax, fmt, cast.policy)
         codes, scale_inv = segments.segment_quantize(x, places, scale, fmt, amax), casts.reciprocal(scale)
-        return Operand(codes, scale_inv[:, None], fmt) if rowwise else Operand(codes, scale_inv, fmt, (BLOCK, 1))
+        return Quantized(codes, scale_inv[:, None], fmt) if rowwise else Quantized(codes, scale_inv, fmt, (BLOCK, 1))
 
-    def over_rows(self, operand: Operand) -> Operand:
+    def over_rows(self, operand: Quantized) -> Quantized:
         """Return the operand as it is: each group is transposed where it is multiplied."""
         return operand
 
-    def matmul(self, a: Operand, b: Operand, options: MatmulOptions) -> torch.Tensor:
+    def matmul(self, a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
         """Return [rows, N]: for each row of `a` its product with the matrix of its group, zeros for rows of no group.
 
         Args:
@@ -127,7 +126,7 @@ class RowGroups(Groups, Rows):
         """
         return grouped_matmul.matmul_rows(a, b, self, options)
 
-    def matmul_over_rows(self, a: Operand, b: Operand, options: MatmulOptions) -> torch.Tensor:
+    def matmul_over_rows(self, a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
         """Return [count, N, K]: a.T @ b over the rows of each group, zeros for an empty one.
 
         Args:

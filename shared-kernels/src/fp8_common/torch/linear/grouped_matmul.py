@@ -7,7 +7,6 @@ Elsewhere, for scales of blocks and for results that are not bfloat16: group aft
 numbers are those of a loop over the experts; on a GPU that loop waits for the offsets.
 """
 
-import dataclasses
 from typing import Literal
 
 import torch
@@ -19,8 +18,8 @@ from fp8_common.torch.blocks import block_of
 from fp8_common.torch.compat import assume_constant_result, scaled_grouped_mm
 from fp8_common.torch.decoding import values
 from fp8_common.torch.linear.matmul import ALIGNMENT, MatmulOptions, device_capability, matmul
-from fp8_common.torch.linear.operand import Operand
 from fp8_common.torch.linear.segments import BLOCK, Groups, check_offsets, transposed_rows, zero_rows
+from fp8_common.torch.quantized import Quantized
 
 CAPABILITY = (9, 0)
 """The compute capability for which torch has grouped FP8 matmuls with scales of rows: later ones have MX scales."""
@@ -28,7 +27,7 @@ CAPABILITY_OF_BFLOAT16 = (8, 0)
 """The first for which it has grouped matmuls of bfloat16."""
 
 
-def matmul_rows(a: Operand, b: Operand, groups: Groups, options: MatmulOptions) -> torch.Tensor:
+def matmul_rows(a: Quantized, b: Quantized, groups: Groups, options: MatmulOptions) -> torch.Tensor:
     """Return for each row of `a` its product with the matrix of its group, zeros for rows of no group.
 
     Args:
@@ -60,7 +59,7 @@ def matmul_rows(a: Operand, b: Operand, groups: Groups, options: MatmulOptions) 
     return torch.where(inside[:, None], y, 0).bfloat16()
 
 
-def matmul_over_rows(a: Operand, b: Operand, groups: Groups, options: MatmulOptions) -> torch.Tensor:
+def matmul_over_rows(a: Quantized, b: Quantized, groups: Groups, options: MatmulOptions) -> torch.Tensor:
     """Return a.T @ b over the rows of each group, zeros for an empty one.
 
     Args:
@@ -89,7 +88,7 @@ def matmul_over_rows(a: Operand, b: Operand, groups: Groups, options: MatmulOpti
     return torch.where(groups.filled[:, None, None], y, 0).bfloat16()
 
 
-def path_of(a: Operand, b: Operand, options: MatmulOptions) -> Literal["fp8", "bfloat16", "looped"]:
+def path_of(a: Quantized, b: Quantized, options: MatmulOptions) -> Literal["fp8", "bfloat16", "looped"]:
     """Return how these groups are multiplied: their codes, the codes decoded to bfloat16, or group after group."""
     # Of two matrices in groups, rows are padded, whatever their number.
     sizes = (a.codes.shape[-1], b.codes.shape[-1], *b.codes.shape[1:-1])
@@ -130,7 +129,7 @@ def _matmul_scaled(
 
 
 def _grouped_mm(
-    a_codes: torch.Tensor, a: Operand, b_codes: torch.Tensor, b: Operand, offsets: torch.Tensor
+    a_codes: torch.Tensor, a: Quantized, b_codes: torch.Tensor, b: Quantized, offsets: torch.Tensor
 ) -> torch.Tensor:
     """Return float32 sums of codes that are laid out as `grouped_mm` takes them, in bfloat16."""
     decoded = (values(codes, x.fmt, torch.bfloat16) for codes, x in ((a_codes, a), (b_codes, b)))
@@ -164,7 +163,7 @@ class _Padded:
 # ---------------------------------------------------------------- group after group
 
 
-def _looped(a: Operand, b: Operand, groups: Groups, options: MatmulOptions, *, over_rows: bool) -> torch.Tensor:
+def _looped(a: Quantized, b: Quantized, groups: Groups, options: MatmulOptions, *, over_rows: bool) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         return (_each_over_rows if over_rows else _each_rows)(a, b, groups.offsets, options)
     return grouped_matmul_op(
@@ -175,7 +174,7 @@ def _looped(a: Operand, b: Operand, groups: Groups, options: MatmulOptions, *, o
     )  # fmt: skip
 
 
-def _each_rows(a: Operand, b: Operand, offsets: torch.Tensor, options: MatmulOptions) -> torch.Tensor:
+def _each_rows(a: Quantized, b: Quantized, offsets: torch.Tensor, options: MatmulOptions) -> torch.Tensor:
     y = a.codes.new_empty((a.codes.shape[0], b.codes.shape[1]), dtype=options.out_dtype)
     bounds = _bounds(offsets, a.codes)
     for group, (start, end) in enumerate(bounds):
@@ -185,7 +184,7 @@ def _each_rows(a: Operand, b: Operand, offsets: torch.Tensor, options: MatmulOpt
     return y
 
 
-def _each_over_rows(a: Operand, b: Operand, offsets: torch.Tensor, options: MatmulOptions) -> torch.Tensor:
+def _each_over_rows(a: Quantized, b: Quantized, offsets: torch.Tensor, options: MatmulOptions) -> torch.Tensor:
     shape = (offsets.shape[0], a.codes.shape[1], b.codes.shape[1])
     y, block = a.codes.new_empty(shape, dtype=options.out_dtype), 0
     for group, (start, end) in enumerate(_bounds(offsets, a.codes)):
@@ -205,19 +204,19 @@ def _bounds(offsets: torch.Tensor, rows: torch.Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
-def _rows_of_group(x: Operand, group: int, start: int, end: int) -> Operand:
+def _rows_of_group(x: Quantized, group: int, start: int, end: int) -> Quantized:
     scale_inv = x.scale_inv[group] if x.scale_inv.ndim == 1 else x.scale_inv[start:end]
-    return Operand(x.codes[start:end], scale_inv, x.fmt, x.block)
+    return Quantized(x.codes[start:end], scale_inv, x.fmt, x.block)
 
 
-def _columns_of_group(x: Operand, group: int, rows: slice, blocks: slice) -> Operand:
+def _columns_of_group(x: Quantized, group: int, rows: slice, blocks: slice) -> Quantized:
     """Return the rows of a group as a matrix that is contracted over them."""
     scale_inv = x.scale_inv[blocks] if x.block else x.scale_inv[group]
-    return Operand(x.codes[rows], scale_inv, x.fmt, x.block).transposed()
+    return Quantized(x.codes[rows], scale_inv, x.fmt, x.block).t()
 
 
-def _matrix(x: Operand, group: int) -> Operand:
-    return dataclasses.replace(x, codes=x.codes[group], scale_inv=x.scale_inv[group])
+def _matrix(x: Quantized, group: int) -> Quantized:
+    return Quantized(x.codes[group], x.scale_inv[group], x.fmt, x.block)
 
 
 def _fake_grouped(a, a_inv, a_fmt, a_block, b, b_inv, b_fmt, b_block, offsets, over_rows, out_dtype, options):  # noqa: ANN001, ANN202
@@ -241,8 +240,8 @@ def grouped_matmul_op(
     options: list[bool],
 ) -> torch.Tensor:
     """[rows, N], or [groups, N, K] if `over_rows`."""
-    first = Operand(a, a_inv, FORMATS[a_fmt], block_of(a_block))
-    second = Operand(b, b_inv, FORMATS[b_fmt], block_of(b_block))
+    first = Quantized(a, a_inv, FORMATS[a_fmt], block_of(a_block))
+    second = Quantized(b, b_inv, FORMATS[b_fmt], block_of(b_block))
     each = _each_over_rows if over_rows else _each_rows
     return each(first, second, offsets, MatmulOptions(out_dtype, *options))
 

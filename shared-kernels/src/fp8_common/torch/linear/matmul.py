@@ -22,8 +22,9 @@ from fp8_common.torch import casts, decoding
 from fp8_common.torch._operators import operator
 from fp8_common.torch.blocks import split_blocks
 from fp8_common.torch.compat import Scaling, assume_constant_result, multiplies_bfloat16, scaled_mm
-from fp8_common.torch.linear.operand import BLOCK_1X128, Operand
+from fp8_common.torch.linear.operand import BLOCK_1X128
 from fp8_common.torch.linear.segments import transposed_rows
+from fp8_common.torch.quantized import Quantized
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ def multiplies_scaled_blocks(device: torch.device, mx: bool) -> bool:
     return version is not None and multiplies(device_capability(device), parse_version(version))
 
 
-def matmul(a: Operand, b: Operand, options: MatmulOptions) -> torch.Tensor:
+def matmul(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
     """Return a @ b.T with scales applied.
 
     Args:
@@ -141,7 +142,7 @@ def matmul(a: Operand, b: Operand, options: MatmulOptions) -> torch.Tensor:
     return _matmul_scaled(a, b, options)
 
 
-def _matmul_decoded(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
+def _matmul_decoded(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
     exact = _multiplied_dtype(a.codes.device, out_dtype)
     # Scales afterwards, in float32: decoded values times scales would be rounded once more before the matmul.
     # Contiguous, however the codes lie: a matmul of transposed matrices adds up in another order.
@@ -168,7 +169,7 @@ def scaled(sums: torch.Tensor, a_inv: torch.Tensor, b_inv: torch.Tensor) -> torc
     return (sums * a_inv).mul_(_as_row(b_inv))
 
 
-def _matmul_dequantized(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
+def _matmul_dequantized(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
     # MX values are exact in bfloat16. Others are not: unless scales are powers of two, they would be rounded once more.
     both_mx = a.block == b.block == casts.MX_BLOCK
     exact = _multiplied_dtype(a.codes.device, out_dtype) if both_mx else torch.float32
@@ -184,7 +185,7 @@ def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a @ b.t()
 
 
-def _dequantized(operand: Operand) -> torch.Tensor:
+def _dequantized(operand: Quantized) -> torch.Tensor:
     if operand.block is None or torch.compiler.is_compiling():
         return operand.dequantize()
     decoded = decoding.values(operand.codes, operand.fmt)
@@ -193,9 +194,11 @@ def _dequantized(operand: Operand) -> torch.Tensor:
     return decoded
 
 
-def _matmul_scaled(a: Operand, b: Operand, options: MatmulOptions) -> torch.Tensor:
-    a_codes, b_codes = row_major(a.codes), row_major(b.codes)
-    a_inv, b_inv = _at_16_bytes(a.scale_inv), _at_16_bytes(_as_row(b.scale_inv))
+def _matmul_scaled(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
+    a_codes = a.codes if a.codes.is_contiguous() else row_major(a.codes)
+    b_codes = b.codes if b.codes.is_contiguous() else row_major(b.codes)
+    a_inv, b_inv = _at_16_bytes(a.scale_inv), _at_16_bytes(b.scale_inv)
+    b_inv = b_inv if b_inv.ndim == 0 else _as_row(b_inv)
     # `scaled_mm` takes two scalars or scales of rows and columns, and no mixture.
     if a_inv.ndim != b_inv.ndim:
         a_inv = a_inv.expand(a_codes.shape[0], 1).contiguous()
@@ -214,16 +217,15 @@ def _matmul_scaled(a: Operand, b: Operand, options: MatmulOptions) -> torch.Tens
     # It wants the second operand column-major, which the transpose of a contiguous [N, K] is.
     scaling: Scaling = "RowWise" if a_inv.ndim else "TensorWise"
     fast = options.use_fast_accum
-    y = scaled_mm(a_codes, b_codes.t(), a_inv, b_inv, (scaling, scaling), out_dtype=made_in, use_fast_accum=fast).to(
-        options.out_dtype
-    )
+    y = scaled_mm(a_codes, b_codes.t(), a_inv, b_inv, (scaling, scaling), out_dtype=made_in, use_fast_accum=fast)
+    y = y if made_in == options.out_dtype else y.to(options.out_dtype)
     return y if y.shape[1] == columns else y[:, :columns].contiguous()
 
 
 def _at_16_bytes(scale: torch.Tensor) -> torch.Tensor:
     """Return a scale, copied if it is one among others: cuBLAS refuses a scalar at an odd address."""
     # compilers copy what is not where they expect it
-    if torch.compiler.is_compiling() or scale.ndim or scale.storage_offset() % 4 == 0:
+    if scale.ndim or scale.storage_offset() % 4 == 0 or torch.compiler.is_compiling():
         return scale
     return scale.clone()
 
@@ -277,7 +279,7 @@ def _as_row(scale_inv: torch.Tensor) -> torch.Tensor:
     return scale_inv.t() if scale_inv.ndim == 2 else scale_inv
 
 
-def applies_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> bool:
+def applies_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> bool:
     """Return whether the device multiplies `a` [M, K] and `b` [N, K] with their scales of blocks.
 
     Sizes and layouts are those that every version of `scaled_mm` with such scales takes.
@@ -290,7 +292,7 @@ def applies_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> bool:
     return sizes and multiplies_scaled_blocks(a.codes.device, a.block == casts.MX_BLOCK)
 
 
-def _matmul_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
+def _matmul_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
     """Return a @ b.T [M, N] in `out_dtype`, accumulated in float32 after each block."""
     a_codes, b_codes = row_major(a.codes), row_major(b.codes)
     if a.block == casts.MX_BLOCK:
@@ -300,11 +302,11 @@ def _matmul_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tens
     return scaled_mm(a_codes, b_codes.t(), *scales, scaling, out_dtype=out_dtype)
 
 
-def _scaling(operand: Operand) -> Scaling:
+def _scaling(operand: Quantized) -> Scaling:
     return "BlockWise128x128" if operand.block == BLOCK_128X128 else "BlockWise1x128"
 
 
-def _laid_out(operand: Operand) -> torch.Tensor:
+def _laid_out(operand: Quantized) -> torch.Tensor:
     """Return the scales as cuBLAS reads them: those of 1x128 blocks column by column, those of 128x128 row by row."""
     scale_inv = operand.scale_inv
     return scale_inv.contiguous() if operand.block == BLOCK_128X128 else scale_inv.t().contiguous().t()

@@ -7,8 +7,9 @@ import torch
 
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch.linear.matmul import MatmulOptions, matmul
-from fp8_common.torch.linear.operand import Operand, ScaleState, quantize_folded, quantize_operand
-from fp8_common.torch.sharding.gathered import GatheredWeight
+from fp8_common.torch.linear.operand import ScaleState, quantize_folded, quantize_operand
+from fp8_common.torch.quantized import Quantized
+from fp8_common.torch.sharding.gathered import GatheredWeight, quantized
 
 
 class Rows:
@@ -18,7 +19,7 @@ class Rows:
 
     def quantize(
         self, x: torch.Tensor, cast: CastRecipe, delayed: ScaleState | None, *, record: bool, both: bool
-    ) -> Operand:
+    ) -> Quantized:
         """Quantize [rows, columns], contracted over columns.
 
         Args:
@@ -29,32 +30,31 @@ class Rows:
             both: Whether another matmul contracts the rows, of the same codes or quantized alike by columns.
         """
         if isinstance(x, GatheredWeight):  # quantized before tensor parallelism gathered it
-            return Operand.of_gathered(x)
+            return quantized(x)
         return quantize_operand(x, cast, delayed, record=record, both=both)
 
-    def quantize_folded(self, x: torch.Tensor, weight_inv: torch.Tensor, cast: CastRecipe, *, both: bool) -> Operand:
+    def quantize_folded(self, x: torch.Tensor, weight_inv: torch.Tensor, cast: CastRecipe, *, both: bool) -> Quantized:
         """Quantize float32(x) * the float32 scales [columns, 1] back from FP8 of the weight's rows, [rows, columns]."""
         return quantize_folded(x, weight_inv.reshape(-1), cast, both=both)
 
-    def quantize_over_rows(self, x: torch.Tensor, cast: CastRecipe) -> Operand:
+    def quantize_over_rows(self, x: torch.Tensor, cast: CastRecipe) -> Quantized:
         """Quantize [rows, columns] for a matmul that is contracted over the rows."""
         return quantize_operand(x.t(), cast)
 
-    def over_rows(self, operand: Operand) -> Operand:
+    def over_rows(self, operand: Quantized) -> Quantized:
         """Return an operand from `quantize` that has one scale or `by_columns`, as of `quantize_over_rows`."""
-        return operand.transposed()
+        return operand.t()
 
-    def checked(self, weight: Operand) -> Operand:
+    def checked(self, weight: Quantized) -> Quantized:
         """Return the weight; rows in groups see to it that a wrong grouping gives NaN."""
         return weight
 
-    def matmul(self, a: Operand, b: Operand, options: MatmulOptions) -> torch.Tensor:
+    def matmul(self, a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
         """Return a @ b.T of [rows, K] and a weight [N, K]."""
         return matmul(a, b, options)
 
-    def matmul_over_rows(self, a: Operand, b: Operand, options: MatmulOptions) -> torch.Tensor:
-        """Return [N, K], contracted over the rows, of two operands as `quantize_over_rows` returns them."""
-        return matmul(a, b, options)
+    matmul_over_rows = matmul
+    """Returns [N, K], contracted over the rows, of two operands as `quantize_over_rows` returns them."""
 
     def matmul_wide(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Return a.T @ b in high precision, of [rows, N] and [rows, K]."""

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from fp8_common.formats import get_format
-from fp8_common.torch import decoding
+from fp8_common.formats import FORMATS, get_format
+from fp8_common.torch import casts, decoding
 from fp8_common.torch.compat import (
     OpOverload,
     disabled_torch_function,
@@ -19,7 +19,8 @@ from fp8_common.torch.compat import (
     wrapper_of,
     written_tensors,
 )
-from fp8_common.torch.numerics import torch_dtype
+from fp8_common.torch.numerics import scale_inv_of_e8m0, torch_dtype
+from fp8_common.torch.quantized import Quantized
 from fp8_common.torch.sharding.fsdp import unpad
 from fp8_common.torch.sharding.scale_grid import ScaleGrid
 
@@ -158,6 +159,14 @@ class GatheredWeight(torch.Tensor):
 
 # `torch.load` with weights_only=True takes no classes but those that are named here.
 torch.serialization.add_safe_globals([GatheredWeight])
+
+
+def quantized(gathered: GatheredWeight) -> Quantized:
+    """Return codes and scales of a gathered weight as an operand."""
+    # no method: compilers trace methods of tensor subclasses as operators, which return tensors
+    is_mx = gathered.scale.dtype == torch.uint8
+    scale_inv = scale_inv_of_e8m0(gathered.scale) if is_mx else casts.reciprocal(gathered.scale)
+    return Quantized(gathered.codes, scale_inv, FORMATS[gathered.fmt], gathered.block)
 
 
 def finish_gather(

@@ -15,6 +15,7 @@ from fp8_common.recipe import CastRecipe
 from fp8_common.torch import casts
 from fp8_common.torch.blocks import Block, block_amax, broadcasts, scale_shape
 from fp8_common.torch.numerics import amax_bits, of_amax_bits
+from fp8_common.torch.quantized import Quantized
 
 BLOCKS: dict[str, Block] = {
     "tensorwise": None,
@@ -163,7 +164,7 @@ class ScaleGrid:
         """Return float8 codes of a part, quantized with the float32 `scales` of the whole weight."""
         return casts.quantize(part, self.of_part(scales, part.shape, region), self.cast.fp8_format)
 
-    def quantize_whole(self, weight: torch.Tensor) -> casts.Cast:
+    def quantize_whole(self, weight: torch.Tensor) -> Quantized:
         """Return float8 codes of the shape of `weight` and its scales, which are made from itself."""
         # compiled, one launch writes what the output and the gradient of the input need
         both = self.block is None and casts.fuses(weight)

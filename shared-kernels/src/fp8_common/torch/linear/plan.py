@@ -1,0 +1,99 @@
+"""`LinearPlan`: what a layer decides once for inputs of one shape, dtype and device, and not in every step."""
+
+from collections.abc import Hashable
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+
+from fp8_common.recipe import CastRecipe
+from fp8_common.torch.casts import BothWays, both_ways
+from fp8_common.torch.linear.config import LinearConfig
+from fp8_common.torch.linear.matmul import MatmulOptions, should_emulate
+
+Value = TypeVar("Value")
+
+
+class Decided(dict[Hashable, Value], Generic[Value]):
+    """What was decided, by what it depends on; copies and pickles begin empty.
+
+    `FP8_COMMON_BACKEND` is read with each decision and not again.
+    """
+
+    def keep(self, key: Hashable, value: Value) -> Value:
+        """Keep what was decided, and return it."""
+        if len(self) >= 64:  # numbers of tokens that change from step to step
+            self.clear()
+        self[key] = value
+        return value
+
+    def __reduce__(self) -> tuple:
+        """Leave everything out: kernels belong to this process."""
+        return type(self), ()
+
+
+class LinearPlan(NamedTuple):
+    """What is decided once.
+
+    Attributes:
+        input: The launches that cast contiguous inputs [rows, columns]; None where `Rows.quantize` decides each time.
+        grad_output: The same of contiguous gradients [rows, out_features].
+        output: How the matmul that makes the output runs.
+        grad_input: The same of the gradient of the input.
+        grad_weight: The same of the gradient of the weight.
+        compiled: Whether a compiler traces the layer: nothing is kept then.
+    """
+
+    input: BothWays | None
+    grad_output: BothWays | None
+    output: MatmulOptions
+    grad_input: MatmulOptions
+    grad_weight: MatmulOptions
+    compiled: bool = False
+
+
+def decide(
+    config: LinearConfig,
+    x: torch.Tensor,
+    out_features: int,
+    dtype: torch.dtype,
+    *,
+    casts_rows: bool,
+    compiled: bool = False,
+) -> LinearPlan:
+    """Return the plan of a layer.
+
+    Args:
+        config: Of the layer.
+        x: Its input, [..., columns].
+        out_features: Columns of its output.
+        dtype: Of the weight.
+        casts_rows: Whether casts may be decided: not of rows in groups, nor of what is cast already.
+        compiled: As of the plan.
+    """
+    rows = x.numel() // max(x.shape[-1], 1)
+
+    def launches(cast: CastRecipe, served: str | None, columns: int) -> BothWays | None:
+        decided = casts_rows and served == "codes" and cast.scaling == "dynamic"
+        return both_ways(x, (rows, columns), cast.fp8_format, cast.policy) if decided else None
+
+    shared = config.shared
+    return LinearPlan(
+        launches(config.input, shared.input, x.shape[-1]),
+        launches(config.grad_output, shared.grad_output, out_features),
+        options(config, "output", x.dtype, x.device),
+        options(config, "grad_input", x.dtype, x.device),
+        options(config, "grad_weight", dtype, x.device),
+        compiled,
+    )
+
+
+def options(config: LinearConfig, product: str, out_dtype: torch.dtype, device: torch.device) -> MatmulOptions:
+    """Return how one of the three matmuls runs."""
+    return MatmulOptions(
+        out_dtype=out_dtype,
+        emulate=should_emulate(device, config.emulate),
+        use_fast_accum=getattr(config.gemms, f"fast_accum_{product}"),
+        # the weight's gradient is contracted over tokens, whose number is nobody's choice
+        pad_inner=config.pad_inner_dim or product == "grad_weight",
+        pad_outer=config.pad_inner_dim,
+    )
