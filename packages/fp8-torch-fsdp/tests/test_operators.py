@@ -112,6 +112,6 @@ def test_a_steady_forward_enters_few_functions(rank):
     # a comprehension is a function before Python 3.12, and a part of its function after it
     ours = [code for code in calls if "/fp8_" in code.co_filename and not code.co_name.startswith("<")]
     layer = [code.co_qualname for code in ours].index("Float8Linear.forward")
-    assert 5 <= layer <= 90
+    assert 5 <= layer <= 88
     assert len({code.co_filename for code in ours[:layer]}) <= 16
-    assert len(ours) <= 185
+    assert len(ours) <= 178
