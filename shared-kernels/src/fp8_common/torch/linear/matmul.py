@@ -225,7 +225,7 @@ def _matmul_scaled(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.
 def _at_16_bytes(scale: torch.Tensor) -> torch.Tensor:
     """Return a scale, copied if it is one among others: cuBLAS refuses a scalar at an odd address."""
     # compilers copy what is not where they expect it
-    if scale.ndim or scale.storage_offset() % 4 == 0 or torch.compiler.is_compiling():
+    if scale.ndim or torch.compiler.is_compiling() or scale.storage_offset() % 4 == 0:
         return scale
     return scale.clone()
 
