@@ -284,9 +284,9 @@ def quantize_transposed_op(
     form, rule = get_data_format(fmt), policy_of_key(policy)
     if takes(x, form, rule):
         # an amax has no sign, so its bits are those that kernels take
-        cast = BothWays(x.shape, x.dtype, form, rule, with_scale=True)
+        cast = BothWays(x.shape, x.dtype, form, rule, with_scale=True, one=(1,))
         made: Any = cast.by_bits(x.contiguous(), amax.view(torch.int32).reshape(1))
-        return made.codes, made.transposed.codes, made.scale, made.scale_inv
+        return made.codes, made.transposed.codes, made.scale.view(()), made.scale_inv.view(())
     scale = numerics.scale_from_amax(amax, form, rule)
     codes = rounding.quantize(x.contiguous(), scale, form)
     return codes, _turned(codes), scale, divide(1.0, scale)
@@ -342,15 +342,24 @@ class BothWays:
         fmt: The format.
         policy: The rule for the scale.
         with_scale: Whether the scale into FP8 is wanted, too.
+        one: Shape of a scale: () or (1,), which Inductor does not copy where a kernel writes it.
 
     Attributes:
         shape: As given.
     """
 
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, fmt: Format, policy: ScalePolicy, *, with_scale: bool
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        fmt: Format,
+        policy: ScalePolicy,
+        *,
+        with_scale: bool,
+        one: tuple[int, ...] = (),
     ) -> None:
         m, n = shape
+        self._one = one
         self.shape, self._turned = torch.Size((m, n)), (n, m)
         self._fmt, self._dtype, self._with_scale = fmt, torch_dtype(fmt), with_scale
         self._amax = plans().amax(m * n, name_of(dtype))
@@ -369,11 +378,11 @@ class BothWays:
         device, dtype = x.device, self._dtype
         codes = torch.empty(self.shape, dtype=dtype, device=device)
         transposed = torch.empty(self._turned, dtype=dtype, device=device)
-        scale_inv = self._new((), dtype=torch.float32, device=device)
+        scale_inv = self._new(self._one, dtype=torch.float32, device=device)
         made = {"y_ptr": codes, "yt_ptr": transposed, "scale_inv_ptr": scale_inv}
         scale = None
         if self._with_scale:
-            scale = made["scale_out_ptr"] = self._new((), dtype=torch.float32, device=device)
+            scale = made["scale_out_ptr"] = self._new(self._one, dtype=torch.float32, device=device)
         _triton.run(self._cast, device, x_ptr=x, scale_ptr=bits, **made)
         fmt = self._fmt
         return Quantized(codes, scale_inv, fmt, None, Quantized(transposed, scale_inv, fmt, scale=scale), scale)
