@@ -25,6 +25,7 @@ INSTRUCTIONS_PER_BYTE = {
 ISSUE_SHARE = {89: 0.5, 90: 0.5, 100: 1.0}
 SIZE = 8192
 """Rows and columns of the matrices in the cases; a multiple of 16, so that accesses may be wide."""
+SETTLED, FITTING = (kernels.Delayed(fits, record=True, check=True) for fits in (False, True))
 INPUT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -136,7 +137,8 @@ def cases(dtype: str = "bfloat16", fmt: str = "e4m3", square: tuple[int, int] = 
         ("rows and columns, folded, amax", k.amax_both(*square, dtype, fold=True), 128 * 128, b + 0.5, 0, 1),
         ("row-wise, 32768 columns", k.rowwise(SIZE, 32768, *x), 4096, 2 * b, 1, 2),
         ("scales", k.scales_of_amax(SIZE, fmt, CANONICAL), 256, 0, 0, 99),
-        ("delayed scale in use", k.delayed_current(record=True, check=True), 1, 0, 0, 99),
+        ("cast + transpose, delayed", k.cast_transpose(*square, *x, delayed=SETTLED), tile, b, 2, 6),
+        ("cast + transpose, fitting", k.cast_transpose(*square, *x, policy=CANONICAL, delayed=FITTING), tile, b, 2, 8),
         ("delayed update", k.delayed_update(400, 16, CANONICAL), 512, 0, 0, 99),
         ("pack gradients, stochastic", k.pack_gradients(rows, columns, pitches, *x, random=(0, 0)), 128 * 16, b, 1, 1),
         ("rows cleared", k.clear_rows(*square, dtype), 4096, 0, b, 4),

@@ -25,8 +25,8 @@ pytestmark = [
 ]
 ROWS, DIM = 128, 512
 MOST = {
-    "tensorwise": (18, 6, 225),
-    "tensorwise_delayed": (57, 7, 850),
+    "tensorwise": (18, 6, 235),
+    "tensorwise_delayed": (18, 4, 500),
     "rowwise": (56, 8, 490),
     "rowwise_with_gw_hp": (41, 4, 390),
     "blockwise": (132, 6, 820),

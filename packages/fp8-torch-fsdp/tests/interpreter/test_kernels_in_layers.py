@@ -26,7 +26,7 @@ def experts(recipe):
 GROUPS = ("group_amax", "group_cast")
 LAUNCHES = [
     (dense, "tensorwise", ["amax", "cast_transpose"] * 3),
-    (dense, "tensorwise_delayed", ["delayed_update", *["cast_transpose", "delayed_current"] * 3]),
+    (dense, "tensorwise_delayed", ["delayed_update", *["cast_transpose"] * 3]),
     (dense, "rowwise", ["amax_both", "scales", "cast_both", "rowwise", "amax_both", "scales", "cast_both"]),
     (dense, "rowwise_with_gw_hp", ["rowwise"] * 3),
     (dense, "blockwise", ["block_1x128", "block_128x128", "block_1x128"]),

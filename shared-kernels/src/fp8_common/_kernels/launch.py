@@ -35,6 +35,7 @@ TYPES = {
     "uint8": "u8",
     "int32": "i32",
     "int64": "i64",
+    "bool": "i1",
 }
 """Triton's name of each dtype."""
 

@@ -6,7 +6,7 @@ The rules are `fp8_common.amax_to_scale`, and before it `update_history`. Dims: 
 import triton
 import triton.language as tl
 
-from fp8_common._kernels.device import INF_KEY, KEY_MASK, NAN_BITS, as_bits, as_float, reciprocal, scale_of_key
+from fp8_common._kernels.device import INF_KEY, KEY_MASK, as_bits, as_float, reciprocal, scale_of_key
 from fp8_common._kernels.launch import Launch, Out, next_power_of_2, plan, scale_constants, scale_rule, tile_count
 from fp8_common.formats import E4M3, Format
 from fp8_common.policy import ScalePolicy
@@ -22,25 +22,6 @@ def scales_kernel(
     scale = scale_of_key(key, 1.0, FMAX, RULE)
     tl.store(scale_ptr + at, scale, mask=at < n)
     tl.store(scale_inv_ptr + at, reciprocal(scale), mask=at < n)
-
-
-@triton.jit
-def delayed_current_kernel(
-    key_ptr, scale_ptr, late_ptr, own_key_ptr, current_ptr, scale_inv_ptr, RECORD: tl.constexpr, CHECK: tl.constexpr
-):
-    """Give the scale in use, and its reciprocal, to an operand whose amax has this key, and observe it.
-
-    RECORD raises `own_key` to the key, unless that is of an infinity or NaN. With CHECK a set `late` makes it NaN.
-    """
-    scale = tl.load(scale_ptr)
-    if CHECK:
-        scale = as_float(tl.where(tl.load(late_ptr) != 0, NAN_BITS, as_bits(scale)))
-    if RECORD:
-        key = tl.load(key_ptr)
-        known = tl.load(own_key_ptr)
-        tl.store(own_key_ptr, tl.where(key >= INF_KEY, known, tl.maximum(known, key)))
-    tl.store(current_ptr, scale)
-    tl.store(scale_inv_ptr, reciprocal(scale))
 
 
 @triton.jit(do_not_specialize=["T", "L"])
@@ -97,29 +78,6 @@ def scales_of_amax(n: int, fmt: str | Format, policy: ScalePolicy) -> Launch:
         scalars={"n": n},
         constants=scale_constants(fmt, policy) | {"BLOCK": 256},
         num_warps=4,
-    )
-
-
-@plan
-def delayed_current(*, record: bool, check: bool) -> Launch:
-    """Plan the scale in use of one operand under delayed scaling, which is NaN if `check` and `late_ptr` is set.
-
-    `record` raises `own_key_ptr` to the operand's amax key.
-    """
-    own_key = {"own_key_ptr": Out((), "int32")} if record else {}
-    return Launch(
-        kernel=delayed_current_kernel,
-        grid=1,
-        inputs={
-            "key_ptr": "int32" if record else None,
-            "scale_ptr": "float32",
-            "late_ptr": "uint8" if check else None,
-        },
-        outputs=own_key | dict.fromkeys(("current_ptr", "scale_inv_ptr"), Out((), "float32")),
-        scalars={},
-        constants={"RECORD": record, "CHECK": check},
-        num_warps=1,
-        updated=tuple(own_key),
     )
 
 

@@ -5,10 +5,16 @@ and gradients are needed in both orders. Four adjacent rows are converted togeth
 columns: the transpose moves words, not bytes, through shared memory. Dims: x_MN is [M, N]; yt_NM is [N, M].
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from fp8_common._kernels.device import (
+    INF_KEY,
+    NAN_BITS,
+    as_bits,
+    as_float,
     multiple_of_16,
     narrow_key,
     scale_of_key,
@@ -18,7 +24,17 @@ from fp8_common._kernels.device import (
     to_fp8_rows,
     widen_key,
 )
-from fp8_common._kernels.launch import Launch, Out, codes, input_dtype, matrix_sizes, plan, scale_constants, tile_count
+from fp8_common._kernels.launch import (
+    Launch,
+    Out,
+    codes,
+    input_dtype,
+    kernel_format,
+    matrix_sizes,
+    plan,
+    scale_constants,
+    tile_count,
+)
 from fp8_common.formats import Format
 from fp8_common.policy import ScalePolicy
 
@@ -51,18 +67,65 @@ def amax_kernel(x_ptr, amax_ptr, n: tl.int64, BLOCK: tl.constexpr, ITERS: tl.con
 
 
 @triton.jit
-def tensor_scale(scale_ptr, scale_out_ptr, scale_inv_ptr, FMAX: tl.constexpr, RULE: tl.constexpr):
-    """The given scale, or (with a RULE) the one made from an int32 amax key, which the first program also stores."""
+def observe(own_key_ptr, key):
+    """Raise `own_key` to the key of an amax, unless that is infinite or NaN."""
+    known = tl.load(own_key_ptr)
+    tl.store(own_key_ptr, tl.where(key >= INF_KEY, known, tl.maximum(known, key)))
+
+
+@triton.jit
+def tensor_scale(
+    scale_ptr,
+    scale_out_ptr,
+    scale_inv_ptr,
+    delayed_ptr,
+    ready_ptr,
+    late_ptr,
+    own_key_ptr,
+    FMAX: tl.constexpr,
+    RULE: tl.constexpr,
+    BOUND: tl.constexpr,
+):
+    """The scale of all of x. The first program also stores it, and its reciprocal.
+
+    `scale` holds it, or with a RULE the int32 key of the amax of x that it is made from. `delayed` is then taken in its
+    place where it is `ready` and, with a BOUND, neither larger than BOUND times it nor smaller than half of it. Where
+    `late` is set, a scale of earlier steps is stored as NaN.
+    """
     if RULE is None:
-        return tl.load(scale_ptr)
+        scale = tl.load(scale_ptr)
+        stored = scale
+        if late_ptr is not None:
+            stored = as_float(tl.where(tl.load(late_ptr), NAN_BITS, as_bits(scale)))
     else:
         # Every program computes the scale again: a few instructions, where a kernel of its own would be another launch.
-        scale = scale_of_key(tl.load(scale_ptr), 1.0, FMAX, RULE)
-        if tl.program_id(0) == 0:
-            if scale_out_ptr is not None:
-                tl.store(scale_out_ptr, scale)
-            store_reciprocal(scale_inv_ptr, 0, scale, None)
-        return scale
+        key = tl.load(scale_ptr)
+        scale = scale_of_key(key, 1.0, FMAX, RULE)
+        if delayed_ptr is not None:
+            earlier, usable = tl.load(delayed_ptr), tl.load(ready_ptr)
+            if BOUND is not None:
+                usable = usable & (earlier <= BOUND * scale) & (2 * earlier >= scale)
+            if late_ptr is not None:
+                earlier = as_float(tl.where(tl.load(late_ptr), NAN_BITS, as_bits(earlier)))
+            scale = tl.where(usable, earlier, scale)
+        stored = scale
+    if tl.program_id(0) == 0:
+        if scale_out_ptr is not None:
+            tl.store(scale_out_ptr, stored)
+        store_reciprocal(scale_inv_ptr, 0, stored, None)
+        if RULE is not None and own_key_ptr is not None:
+            observe(own_key_ptr, key)
+    return scale
+
+
+@triton.jit
+def store_key(amax_ptr, own_key_ptr, key):
+    """Raise `amax` to the key of what this program read; the last program observes the key of all, with `own_key`."""
+    tl.atomic_max(amax_ptr, key, sem="relaxed")
+    if own_key_ptr is not None:  # noqa: SIM102 (known when it is compiled; the other is not)
+        # What other programs have raised is seen through what they have counted.
+        if tl.atomic_add(amax_ptr + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+            observe(own_key_ptr, tl.atomic_max(amax_ptr, 0, sem="relaxed"))
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -73,16 +136,33 @@ def cast_kernel(
     amax_ptr,
     scale_out_ptr,
     scale_inv_ptr,
+    delayed_ptr,
+    ready_ptr,
+    late_ptr,
+    own_key_ptr,
     n: tl.int64,
     FMAX: tl.constexpr,
     RULE: tl.constexpr,
+    BOUND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute y = fp8(x * scale); amax key of x into `amax` unless that is None.
+    """Compute y = fp8(x * scale); amax key of x into `amax` unless that is None. Scales as in `tensor_scale`.
 
-    With a RULE, `scale` holds the int32 key of the amax of x, and tiles are walked backwards.
+    With `own_key` and without a RULE, `amax` has a second element, which counts programs. With a RULE, tiles are walked
+    backwards.
     """
-    scale = tensor_scale(scale_ptr, scale_out_ptr, scale_inv_ptr, FMAX, RULE)
+    scale = tensor_scale(
+        scale_ptr,
+        scale_out_ptr,
+        scale_inv_ptr,
+        delayed_ptr,
+        ready_ptr,
+        late_ptr,
+        own_key_ptr,
+        FMAX,
+        RULE,
+        BOUND,
+    )
     # With a RULE the amax kernel has just read x, and its end is what the L2 cache still holds: begin there.
     tile = tl.program_id(0) if RULE is None else tl.num_programs(0) - 1 - tl.program_id(0)
     base = tile.to(tl.int64) * BLOCK
@@ -95,8 +175,7 @@ def cast_kernel(
         x = tl.load(x_ptr + at, mask=at < n, other=0.0)
         tl.store(y_ptr + at, to_fp8(scaled(x, scale), F8), mask=at < n)
     if amax_ptr is not None:
-        key = widen_key(tl.max(narrow_key(x), axis=0), x_ptr.dtype.element_ty)
-        tl.atomic_max(amax_ptr, key, sem="relaxed")
+        store_key(amax_ptr, own_key_ptr, widen_key(tl.max(narrow_key(x), axis=0), x_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -148,10 +227,15 @@ def cast_transpose_kernel(
     amax_ptr,
     scale_out_ptr,
     scale_inv_ptr,
+    delayed_ptr,
+    ready_ptr,
+    late_ptr,
+    own_key_ptr,
     M: tl.int32,
     N: tl.int32,
     FMAX: tl.constexpr,
     RULE: tl.constexpr,
+    BOUND: tl.constexpr,
     ALIGNED: tl.constexpr,
     PACKED: tl.constexpr,
     BM: tl.constexpr,
@@ -161,7 +245,18 @@ def cast_transpose_kernel(
     if ALIGNED:
         M, N = multiple_of_16(M), multiple_of_16(N)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    scale = tensor_scale(scale_ptr, scale_out_ptr, scale_inv_ptr, FMAX, RULE)
+    scale = tensor_scale(
+        scale_ptr,
+        scale_out_ptr,
+        scale_inv_ptr,
+        delayed_ptr,
+        ready_ptr,
+        late_ptr,
+        own_key_ptr,
+        FMAX,
+        RULE,
+        BOUND,
+    )
     # Backwards after a pass for the amax, as in `cast_kernel`.
     tile = tl.program_id(0) if RULE is None else tl.num_programs(0) - 1 - tl.program_id(0)
     tiles_n = tl.cdiv(N, BN)
@@ -176,7 +271,7 @@ def cast_transpose_kernel(
         if amax_ptr is not None:
             key = tl.maximum(tl.maximum(narrow_key(x0), narrow_key(x1)), tl.maximum(narrow_key(x2), narrow_key(x3)))
             top = tl.max(tl.max(key, axis=1).to(key.dtype), axis=0)
-            tl.atomic_max(amax_ptr, widen_key(top, DTYPE), sem="relaxed")
+            store_key(amax_ptr, own_key_ptr, widen_key(top, DTYPE))
     else:
         r, c = m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :]
         at, mask = r.to(tl.int64) * N + c, (r < M) & (c < N)
@@ -186,7 +281,7 @@ def cast_transpose_kernel(
         # Stored byte by byte: where 4 does not divide M, rows of the transpose do not start at words.
         tl.store(yt_ptr + c.to(tl.int64) * M + r, q, mask=mask)
         if amax_ptr is not None:
-            tl.atomic_max(amax_ptr, widen_key(max_narrow_key(x), DTYPE), sem="relaxed")
+            store_key(amax_ptr, own_key_ptr, widen_key(max_narrow_key(x), DTYPE))
 
 
 @plan
@@ -205,24 +300,47 @@ def amax(n: int, dtype: str) -> Launch:
     )
 
 
+class Delayed(NamedTuple):
+    """How a cast takes a scale of earlier steps.
+
+    Without a policy `scale_ptr` is that scale. With one it is `delayed_ptr`, and taken in the place of the scale that
+    the policy makes of the amax where the bool scalar `ready_ptr` is set.
+
+    Attributes:
+        fits: Whether it must fit the amax, too: clip no more than the format rounds, and waste no half of the range.
+        record: Whether `own_key_ptr`, an int32 scalar, is raised to the amax key of x, if that is finite.
+        check: Whether the scale is NaN where the bool scalar `late_ptr` is set; without a policy what is stored alone.
+    """
+
+    fits: bool
+    record: bool
+    check: bool
+
+
 @plan
 def cast(
-    n: int, dtype: str, fmt: str | Format, *, policy: ScalePolicy | None = None, with_amax: bool = False
+    n: int,
+    dtype: str,
+    fmt: str | Format,
+    *,
+    policy: ScalePolicy | None = None,
+    with_amax: bool = False,
+    delayed: Delayed | None = None,
 ) -> Launch:
     """Plan y = fp8(x * scale) for `n` elements.
 
     With a policy, `scale_ptr` is the int32 key from `amax` and the scale is an output: dynamic scaling in two launches.
-    Without, `scale_ptr` is the float32 scale. `with_amax` also returns the key of max |x|.
+    Without, `scale_ptr` is the float32 scale. `with_amax` also returns the key of max |x|. With `delayed`, the scale
+    and the one back from FP8 are outputs.
     """
     # 4096 elements in 8 warps: 16 a thread, two loads of 16 bytes each in bfloat16 and one such store.
     return Launch(
         kernel=cast_kernel,
         grid=tile_count(n, 4096),
-        inputs={"x_ptr": input_dtype(dtype), "scale_ptr": "int32" if policy else "float32"},
         # A division more, for the scale back, would make this kernel, the leanest, one that arithmetic bounds.
-        outputs={"y_ptr": codes((n,), fmt)} | _key_and_scales(policy, with_amax, inverse=False),
+        **_pointers(dtype, policy, {"y_ptr": codes((n,), fmt)}, with_amax, delayed, inverse=delayed is not None),
         scalars={"n": n},
-        constants=scale_constants(fmt, policy) | {"BLOCK": 4096},
+        constants=_scaling(fmt, policy, delayed) | {"BLOCK": 4096},
         num_warps=8,
     )
 
@@ -237,8 +355,9 @@ def cast_transpose(
     policy: ScalePolicy | None = None,
     with_amax: bool = False,
     with_scale: bool = True,
+    delayed: Delayed | None = None,
 ) -> Launch:
-    """Plan y = fp8(x * scale) [m, n] and its transpose [n, m]; policy and `with_amax` as in `cast`.
+    """Plan y = fp8(x * scale) [m, n] and its transpose [n, m]; policy, `with_amax` and `delayed` as in `cast`.
 
     The scale back from FP8 is an output beside the one that a policy makes, and alone without `with_scale`.
     """
@@ -246,23 +365,44 @@ def cast_transpose(
     # Four adjacent rows are packed into words; 128 rows are 32 words, so that the transpose is written in lines of 128
     # bytes. Without packing a square tile keeps both directions equal.
     bm, bn = (128, 64) if packed else (64, 64)
+    written = {"y_ptr": codes((m, n), fmt), "yt_ptr": codes((n, m), fmt)}
     return Launch(
         kernel=cast_transpose_kernel,
         grid=tile_count(m, bm) * tile_count(n, bn),
-        inputs={"x_ptr": input_dtype(dtype), "scale_ptr": "int32" if policy else "float32"},
-        outputs={"y_ptr": codes((m, n), fmt), "yt_ptr": codes((n, m), fmt)}
-        | _key_and_scales(policy, with_amax, inverse=True, scale=with_scale),
+        **_pointers(dtype, policy, written, with_amax, delayed, inverse=True, scale=with_scale),
         scalars=matrix_sizes(m, n),
-        constants=scale_constants(fmt, policy)
+        constants=_scaling(fmt, policy, delayed)
         | {"ALIGNED": m % 16 == n % 16 == 0, "PACKED": packed, "BM": bm, "BN": bn},
         num_warps=4,
     )
 
 
-def _key_and_scales(
-    policy: ScalePolicy | None, with_amax: bool, *, inverse: bool, scale: bool = True
-) -> dict[str, Out]:
-    """Return the outputs of a cast beside its codes."""
-    outputs = {"amax_ptr": Out((1,), "int32", zeroed=True)} if with_amax else {}
-    scales = ("scale_out_ptr",) * scale + ("scale_inv_ptr",) * inverse if policy else ()
-    return outputs | dict.fromkeys(scales, Out((1,), "float32"))
+def _pointers(
+    dtype: str,
+    policy: ScalePolicy | None,
+    written: dict[str, Out],
+    with_amax: bool,
+    delayed: Delayed | None,
+    *,
+    inverse: bool,
+    scale: bool = True,
+) -> dict[str, Any]:
+    """Return the inputs and outputs of a cast that writes these codes."""
+    inputs = {"x_ptr": input_dtype(dtype), "scale_ptr": "int32" if policy else "float32"}
+    outputs = written | ({"amax_ptr": Out((1,), "int32", zeroed=True)} if with_amax else {})
+    if policy or delayed:
+        outputs |= dict.fromkeys(("scale_out_ptr",) * scale + ("scale_inv_ptr",) * inverse, Out((1,), "float32"))
+    if delayed:
+        inputs |= {"delayed_ptr": "float32", "ready_ptr": "bool"} if policy else {}
+        inputs |= {"late_ptr": "bool"} if delayed.check else {}
+        outputs |= {"own_key_ptr": Out((), "int32")} if delayed.record else {}
+        if delayed.record and not policy:  # the second counts the programs that are done
+            outputs["amax_ptr"] = Out((2,), "int32", zeroed=True)
+    return {"inputs": inputs, "outputs": outputs, "updated": tuple({"own_key_ptr"} & outputs.keys())}
+
+
+def _scaling(fmt: str | Format, policy: ScalePolicy | None, delayed: Delayed | None) -> dict[str, object]:
+    """Return what is compiled into a cast about its scale."""
+    # half a unit of the last place
+    bound = 1 + 2.0 ** -(kernel_format(fmt).mantissa_bits + 1) if delayed and delayed.fits else None
+    return scale_constants(fmt, policy) | {"BOUND": bound}

@@ -5,7 +5,6 @@ same operations and fuses them (`fuses`); elsewhere it sees operators (`hides`),
 mode. The bits are the same each way. Formats and policies are objects; operators take their names.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,12 +12,13 @@ import torch
 from fp8_common._reference.quantize import MX_BLOCK
 from fp8_common.formats import Format, get_data_format
 from fp8_common.policy import ScalePolicy
-from fp8_common.torch import _triton, numerics, rounding
+from fp8_common.torch import numerics, rounding
 from fp8_common.torch._operators import operator, policy_key, policy_of_key
 from fp8_common.torch._triton import dense, fuses, hides, launch, matrix_of, name_of, plans, takes
 from fp8_common.torch.blocks import Block, amax_by, block_of, broadcasts, expand_blocks, scale_shape, split_blocks
 from fp8_common.torch.numerics import amax_of, as_float32, divide, torch_dtype
 from fp8_common.torch.quantized import Quantized
+from fp8_common.torch.tensorwise import TensorwiseCast
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -284,8 +284,8 @@ def quantize_transposed_op(
     form, rule = get_data_format(fmt), policy_of_key(policy)
     if takes(x, form, rule):
         # an amax has no sign, so its bits are those that kernels take
-        cast = BothWays(x.shape, x.dtype, form, rule, with_scale=True, one=(1,))
-        made: Any = cast.by_bits(x.contiguous(), amax.view(torch.int32).reshape(1))
+        cast = TensorwiseCast(x.shape, x.dtype, form, rule, with_scale=True, one=(1,))
+        made: Any = cast.by(x.contiguous(), {"scale_ptr": amax.view(torch.int32).reshape(1)})
         return made.codes, made.transposed.codes, made.scale.view(()), made.scale_inv.view(())
     scale = numerics.scale_from_amax(amax, form, rule)
     codes = rounding.quantize(x.contiguous(), scale, form)
@@ -306,7 +306,7 @@ def _by_kernels(
     dtype, is_matrix = name_of(x.dtype), x.ndim == 2 and x.is_contiguous()
     if block is None:
         if both and is_matrix:
-            return BothWays(x.shape, x.dtype, fmt, policy, with_scale=True)(x)
+            return TensorwiseCast(x.shape, x.dtype, fmt, policy, with_scale=True)(x)
         bits = _amax_bits(x)
         plan, codes = plans().cast(x.numel(), dtype, fmt, policy=policy), torch.empty_like(x, dtype=torch_dtype(fmt))
         given = {"x_ptr": dense(x), "scale_ptr": bits, "y_ptr": codes, "scale_out_ptr": _scale_of_empty(x)}
@@ -329,70 +329,6 @@ def _by_kernels(
     codes, scale, scale_inv = made
     shape = scale_shape(x.shape, block)
     return _quantized(codes.view(x.shape), scale.view(shape), scale_inv.view(shape), fmt, block)
-
-
-class BothWays:
-    """The launches that cast contiguous matrices of one shape with one scale of their own amax, both ways.
-
-    What they need besides a matrix is decided once: layers keep it.
-
-    Args:
-        shape: [M, N].
-        dtype: Of the matrices.
-        fmt: The format.
-        policy: The rule for the scale.
-        with_scale: Whether the scale into FP8 is wanted, too.
-        one: Shape of a scale: () or (1,), which Inductor does not copy where a kernel writes it.
-
-    Attributes:
-        shape: As given.
-    """
-
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        fmt: Format,
-        policy: ScalePolicy,
-        *,
-        with_scale: bool,
-        one: tuple[int, ...] = (),
-    ) -> None:
-        m, n = shape
-        self._one = one
-        self.shape, self._turned = torch.Size((m, n)), (n, m)
-        self._fmt, self._dtype, self._with_scale = fmt, torch_dtype(fmt), with_scale
-        self._amax = plans().amax(m * n, name_of(dtype))
-        # of an empty tensor, for which nothing is launched, the scale is 1
-        self._new = torch.empty if m * n else torch.ones
-        self._cast = plans().cast_transpose(m, n, name_of(dtype), fmt, policy=policy, with_scale=with_scale)
-
-    def __call__(self, x: torch.Tensor) -> Quantized:
-        """Cast a matrix."""
-        bits = torch.zeros(1, dtype=torch.int32, device=x.device)
-        _triton.run(self._amax, x.device, x_ptr=x, amax_ptr=bits)
-        return self.by_bits(x, bits)
-
-    def by_bits(self, x: torch.Tensor, bits: torch.Tensor) -> Quantized:
-        """Cast a matrix of which the int32 bits [1] of max |x| are known."""
-        device, dtype = x.device, self._dtype
-        codes = torch.empty(self.shape, dtype=dtype, device=device)
-        transposed = torch.empty(self._turned, dtype=dtype, device=device)
-        scale_inv = self._new(self._one, dtype=torch.float32, device=device)
-        made = {"y_ptr": codes, "yt_ptr": transposed, "scale_inv_ptr": scale_inv}
-        scale = None
-        if self._with_scale:
-            scale = made["scale_out_ptr"] = self._new(self._one, dtype=torch.float32, device=device)
-        _triton.run(self._cast, device, x_ptr=x, scale_ptr=bits, **made)
-        fmt = self._fmt
-        return Quantized(codes, scale_inv, fmt, None, Quantized(transposed, scale_inv, fmt, scale=scale), scale)
-
-
-def both_ways(x: torch.Tensor, shape: Sequence[int], fmt: Format, policy: ScalePolicy) -> BothWays | None:
-    """Return what casts contiguous matrices [M, N] that are else like x both ways; None where no kernel does."""
-    if len(shape) != 2 or policy.formula == "e8m0" or not takes(x, fmt, policy):
-        return None
-    return BothWays(shape, x.dtype, fmt, policy, with_scale=False)
 
 
 def _has_rows_and_columns(x: torch.Tensor) -> bool:

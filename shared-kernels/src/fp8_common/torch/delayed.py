@@ -1,6 +1,6 @@
-"""Delayed scaling on tensors: what was observed, the scale to use now, and the step of all histories of a model.
+"""Delayed scaling on tensors: what was observed, and the step of all histories of a model.
 
-On a GPU `roll_histories` is one launch for all tensors that share a rule, and `current` one for an operand.
+On a GPU `roll_histories` is one launch for all tensors that share a rule.
 """
 
 from collections.abc import Sequence
@@ -46,24 +46,6 @@ def roll_histories(
     amax = of_amax_bits(bits.clamp(min=0))
     rolled, following = delayed_update_op(history, amax, scale, formats, policy_key(casts[0].policy))
     return rolled, following
-
-
-def current(
-    scale: torch.Tensor, late: torch.Tensor | None, own_bits: torch.Tensor | None, amax: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a delayed scale and its reciprocal, and observe an amax: one launch, where `casts.takes(amax)`.
-
-    Args:
-        scale: float32 scalar, which the result is a copy of.
-        late: bool scalar; where it is set the result is NaN. None asks nothing.
-        own_bits: int32 scalar that is raised to the amax if that is finite; None observes nothing.
-        amax: float32 scalar without a sign.
-    """
-    plan = triton.plans().delayed_current(record=own_bits is not None, check=late is not None)
-    observed = {} if own_bits is None else {"key_ptr": amax.view(torch.int32), "own_key_ptr": own_bits}
-    flag = None if late is None else late.view(torch.uint8)
-    *_, copy, inverse = triton.launch(plan, scale.device, scale_ptr=scale, late_ptr=flag, **observed)
-    return copy, inverse
 
 
 @operator(

@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error
-from fp8_common.torch.casts import BothWays, both_ways
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.function import Gather, LinearSpec, fp8_linear
 from fp8_common.torch.linear.plan import Decided
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch.sharding.gathered import GatheredWeight, quantized
+from fp8_common.torch.tensorwise import TensorwiseCast, tensorwise_cast
 from fp8_torch_fsdp.all_gather.fsdp1 import refuse_fsdp1
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.all_gather.state_dict import forget_state_dict_hooks, keep_state_dicts_plain
@@ -92,15 +92,15 @@ class WeightMatmul:
         weight_cast: How the weight is scaled.
         parts: What `WeightCast.whole` has to know about parts that other ranks hold.
         kept: The launches of casts of the weight, decided once.
-        casts_alone: Whether one scale of the weight's own amax casts it.
+        casts_alone: Whether one scale casts it that follows from its own amax or from earlier steps.
         spec: What `fp8_linear` has to know.
     """
 
     def __init__(self, config: LinearConfig, layout: WeightLayout, scales: dict[str, DelayedScale], owner: str) -> None:
         self.config, self.layout, self.scales = config, layout, scales
         self.parts: Mapping[str, Any] = {}
-        self.kept: Decided[BothWays | None] = Decided()
-        tensorwise = config.weight.scaling == "dynamic" and config.weight.granularity == "tensorwise"
+        self.kept: Decided[TensorwiseCast | None] = Decided()
+        tensorwise = config.weight.scaling != "static" and config.weight.granularity == "tensorwise"
         self.casts_alone = tensorwise and not layout.stacked
         self.weight_cast: WeightCast = WeightCast.of(
             config.weight, stacked=layout.stacked, transposed=layout.transposed, delayed=scales.get("weight")
@@ -137,9 +137,9 @@ class WeightMatmul:
             operand = quantized(weight)
         else:
             plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight
-            kept = self._both_ways(plain) if both and self.casts_alone and not self.parts else None
+            kept = self._cast_of(plain) if both and self.casts_alone and not self.parts else None
             if kept is not None and plain.is_contiguous():
-                operand = kept(plain)
+                operand = kept(plain, self.scales.get("weight"), record)
             else:
                 operand = self.weight_cast.whole(plain, record=record, both=both, **self.parts)
         if self.layout.stacked and self.config.weight.granularity == "tensorwise":
@@ -148,12 +148,12 @@ class WeightMatmul:
             operand = Quantized(operand.codes, own, operand.fmt, operand.block)
         return operand.t() if self.layout.transposed else operand
 
-    def _both_ways(self, plain: torch.Tensor) -> BothWays | None:
+    def _cast_of(self, plain: torch.Tensor) -> TensorwiseCast | None:
         """Return the launches of a cast both ways, decided once for a shape, dtype and device."""
         key = plain.shape, plain.dtype, plain.device, type(plain)
         if key not in self.kept:
             cast = self.config.weight
-            self.kept.keep(key, both_ways(plain, plain.shape, cast.fp8_format, cast.policy))
+            self.kept.keep(key, tensorwise_cast(plain, plain.shape, cast.fp8_format, cast.policy))
         return self.kept[key]
 
 

@@ -156,14 +156,16 @@ class DelayedScale(nn.Module):
         dynamic = casts.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
         return torch.where(self.usable(dynamic), scale, dynamic)
 
-    def current_with_inverse(self, amax: torch.Tensor, record: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `current` and its reciprocal, both float32 scalars, if `always_ready`: one launch on a GPU."""
-        if casts.takes(amax):
-            late = self.late if self._must_be_synchronized(record) else None
-            with torch.no_grad():
-                return delayed.current(self.scale, late, self.observed if record else None, amax)
-        scale = self.current(amax, record)
-        return scale, casts.reciprocal(scale)
+    def pointers(self, record: bool) -> dict[str, torch.Tensor]:
+        """Return what kernels read and, with `record`, write, by the names of their arguments."""
+        own: Any = self._buffers  # attributes of modules cost the host a function each
+        known = self.initial != "dynamic" or (self.settled and not self.must_fit)
+        given = {"scale_ptr": own["scale"]} if known else {"delayed_ptr": own["scale"], "ready_ptr": own["ready"]}
+        if record:
+            given["own_key_ptr"] = own["observed"]
+            if self._must_be_synchronized(record):
+                given["late_ptr"] = own["late"]
+        return given
 
     @staticmethod
     def _must_be_synchronized(record: bool) -> bool:

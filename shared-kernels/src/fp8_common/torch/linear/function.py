@@ -13,16 +13,17 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fp8_common.errors import Fp8Error, Fp8StaleError, Fp8UnsupportedError
-from fp8_common.torch.casts import MX_BLOCK, BothWays
+from fp8_common.torch.casts import MX_BLOCK
 from fp8_common.torch.compat import in_function_transform
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.grouped import RowGroups
 from fp8_common.torch.linear.matmul import MatmulOptions
-from fp8_common.torch.linear.operand import ScaleState, quantize_operand
+from fp8_common.torch.linear.operand import quantize_operand
 from fp8_common.torch.linear.plan import Decided, LinearPlan, decide
 from fp8_common.torch.linear.rows import ROWS, Rows
 from fp8_common.torch.quantized import Quantized, transpose
 from fp8_common.torch.sharding.gathered import GatheredWeight
+from fp8_common.torch.tensorwise import ScaleState, TensorwiseCast
 
 
 class Gather(Protocol):
@@ -279,16 +280,16 @@ def _quantize(
     name: str,
     x: torch.Tensor,
     spec: LinearSpec,
-    decided: BothWays | None,
+    decided: TensorwiseCast | None,
     *,
     record: bool,
     both: bool,
 ) -> Quantized:
     """Quantize a matrix [rows, contracted] as "input" or "grad_output", and show it to who watches."""
+    delayed = spec.input_scale if name == "input" else spec.grad_scale
     if decided is not None and x.shape == decided.shape and x.is_contiguous() and not isinstance(x, GatheredWeight):
-        operand = decided(x)
+        operand = decided(x, delayed, record)
     else:
-        delayed = spec.input_scale if name == "input" else spec.grad_scale
         operand = rows.quantize(x, getattr(spec.config, name), delayed, record=record, both=both)
     if spec.watch is not None and not rows.grouped and not isinstance(x, GatheredWeight):
         spec.watch(name, x, operand)

@@ -1,7 +1,5 @@
 """How activations and gradients are quantized to the operands of a matmul."""
 
-from typing import Protocol
-
 import torch
 import torch.distributed as dist
 
@@ -11,29 +9,9 @@ from fp8_common.torch import casts
 from fp8_common.torch.numerics import amax_bits, of_amax_bits
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch.sharding.agreement import max_over_ranks
+from fp8_common.torch.tensorwise import ScaleState, quantize_delayed
 
 BLOCK_1X128 = (1, 128)
-
-
-class ScaleState(Protocol):
-    """The state of delayed scaling of one tensorwise operand, or of one for each group: scalars are then [groups]."""
-
-    @property
-    def always_ready(self) -> bool:
-        """Whether `scale` is the one to use, whatever the operand holds: amax and cast are then one pass."""
-
-    @property
-    def scale(self) -> torch.Tensor:
-        """float32 scalar into FP8, from earlier steps."""
-
-    def current(self, amax: torch.Tensor, record: bool, present: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the scale to use now for an operand of float32 scalar `amax`, and record it if asked to.
-
-        Of groups, those that are not `present`, bool [groups], are not recorded.
-        """
-
-    def current_with_inverse(self, amax: torch.Tensor, record: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `current` and its reciprocal, if `always_ready`."""
 
 
 def quantize_operand(
@@ -96,11 +74,15 @@ def quantize_tensorwise(
         return _quantize_with(x, scale, fmt, both=both)
     if delayed is None and group is None:
         return casts.quantize_dynamic(x, fmt, cast.policy, both=both)
+    # A scale from earlier steps is common already; only one from this step's values has to be agreed on.
+    if delayed is not None and (group is None or delayed.always_ready):
+        made = quantize_delayed(x, delayed, fmt, cast.policy, record=record, both=both)
+        if made is not None:
+            return made
     if delayed is not None and delayed.always_ready:
-        # a scale from earlier steps is common already; only one from this step's values has to be agreed on
         codes, amax, transposed = casts.quantize_with_amax(x, delayed.scale, fmt, both=both)
-        scales = delayed.current_with_inverse(amax, record)
-        return _quantized(codes, transposed, *scales, fmt)
+        scale = delayed.current(amax, record)
+        return _quantized(codes, transposed, scale, casts.reciprocal(scale), fmt)
     # Two passes from here on: the cast has to wait for the amax of all ranks, or for a first scale.
     amax = casts.amax(x)
     if group is not None:

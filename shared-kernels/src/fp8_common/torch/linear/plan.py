@@ -6,9 +6,9 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from fp8_common.recipe import CastRecipe
-from fp8_common.torch.casts import BothWays, both_ways
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.matmul import MatmulOptions, should_emulate
+from fp8_common.torch.tensorwise import TensorwiseCast, tensorwise_cast
 
 Value = TypeVar("Value")
 
@@ -43,8 +43,8 @@ class LinearPlan(NamedTuple):
         compiled: Whether a compiler traces the layer: nothing is kept then.
     """
 
-    input: BothWays | None
-    grad_output: BothWays | None
+    input: TensorwiseCast | None
+    grad_output: TensorwiseCast | None
     output: MatmulOptions
     grad_input: MatmulOptions
     grad_weight: MatmulOptions
@@ -72,9 +72,10 @@ def decide(
     """
     rows = x.numel() // max(x.shape[-1], 1)
 
-    def launches(cast: CastRecipe, served: str | None, columns: int) -> BothWays | None:
-        decided = casts_rows and served == "codes" and cast.scaling == "dynamic"
-        return both_ways(x, (rows, columns), cast.fp8_format, cast.policy) if decided else None
+    def launches(cast: CastRecipe, served: str | None, columns: int) -> TensorwiseCast | None:
+        if not casts_rows or served != "codes" or cast.scaling == "static":
+            return None
+        return tensorwise_cast(x, (rows, columns), cast.fp8_format, cast.policy)
 
     shared = config.shared
     return LinearPlan(
