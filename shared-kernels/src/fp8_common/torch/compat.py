@@ -5,7 +5,7 @@ test of each says what to look at where an upgrade moved the name or changed wha
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal, TypeVar
@@ -82,10 +82,19 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of subclasses that see operators in `__torch_dispatch__` alone."""
 assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
 """Raises, without a wait, if a bool scalar is False."""
-keep_versions: Callable[[tuple[torch.Tensor, ...]], Any] = torch.autograd._unsafe_preserve_version_counter
-"""A context in which autograd does not notice writes to tensors."""
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
 """Copies each of the second tensors into one of the first, in one launch."""
+
+
+@contextmanager
+def keep_versions(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Hide writes to tensors from autograd while the `with` block runs."""
+    # As `torch.autograd._unsafe_preserve_version_counter`, which calls a function for each tensor.
+    versions = tuple([tensor._version for tensor in tensors])
+    try:
+        yield
+    finally:
+        torch._C._autograd._unsafe_set_version_counter(tuple(tensors), versions)
 
 
 def assume_constant_result(function: Function) -> Function:

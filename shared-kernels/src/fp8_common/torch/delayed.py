@@ -41,7 +41,7 @@ def roll_histories(
         scale: float32 [T]: the scales into FP8 of the step.
         casts: T casts that share one policy.
     """
-    formats = ",".join(cast.format for cast in casts)
+    formats = ",".join([cast.format for cast in casts])
     # UNOBSERVED has the bits of a NaN.
     amax = of_amax_bits(bits.clamp(min=0))
     rolled, following = delayed_update_op(history, amax, scale, formats, policy_key(casts[0].policy))

@@ -10,7 +10,8 @@ import torch
 
 from fp8_common.formats import Format
 from fp8_common.policy import ScalePolicy
-from fp8_common.torch._triton import dense, name_of, plans, run, takes
+from fp8_common.torch import _triton
+from fp8_common.torch._triton import dense, name_of, plans, takes
 from fp8_common.torch.numerics import torch_dtype
 from fp8_common.torch.quantized import Quantized
 
@@ -92,7 +93,7 @@ class TensorwiseCast:
         given = {} if state is None else state.pointers(record)
         if "scale_ptr" not in given:
             given["scale_ptr"] = bits = torch.zeros(1, dtype=torch.int32, device=x.device)
-            run(self._amax, x.device, x_ptr=x, amax_ptr=bits)
+            _triton.run(self._amax, x.device, x_ptr=x, amax_ptr=bits)
         elif record:
             given["amax_ptr"] = torch.zeros(2, dtype=torch.int32, device=x.device)
         return self.by(x, given, state is not None and state.must_fit)
@@ -113,7 +114,7 @@ class TensorwiseCast:
         scale = None
         if self._with_scale:
             given["scale_out_ptr"] = scale = new(self._one, dtype=torch.float32, device=device)
-        run(launch, device, x_ptr=x, **given)
+        _triton.run(launch, device, x_ptr=x, **given)
         fmt = self._fmt
         turned = None if self._turned is None else Quantized(transposed, scale_inv, fmt, scale=scale)
         return Quantized(codes, scale_inv, fmt, None, turned, scale)

@@ -250,7 +250,7 @@ def in_use(scales: Sequence[DelayedScale], dynamic: torch.Tensor) -> torch.Tenso
 def mark_late(scales: Sequence[DelayedScale]) -> None:
     """Note that an optimizer stepped: whatever was observed before belongs to the step that ended."""
     # An optimizer of other parts of the model may step while this layer is still on the meta device.
-    present = [scale for scale in scales if not scale.late.is_meta]
+    present = [scale for scale in scales if not scale._buffers["late"].is_meta]  # pyrefly: ignore[missing-attribute]
     if present:
         _write(present, {"late": stacked(present, "late") | (stacked(present, "observed") >= 0)})
 
@@ -270,13 +270,11 @@ def roll(scales: Sequence[DelayedScale], observed: torch.Tensor, due: torch.Tens
         int32 [n], what `observed` of the scales is now.
     """
     kept = observed.masked_fill(due, UNOBSERVED)
-    of = {scale: parts for scale, *parts in zip(scales, _parts(scales, observed), _parts(scales, kept), strict=True)}
-    for group in foreach.alike(scales, lambda scale: scale.cast.policy):
-        bits, after = (_joined(group, list(parts)) for parts in zip(*(of[scale] for scale in group), strict=True))
+    for group, bits, after in _by_policy(scales, observed, kept):
         # All decisions are `torch.where`: `due` is on the device, and every rank and step runs the same operators.
         moves = (bits >= 0) & due
         window, previous = stacked(group, "history").t().contiguous(), stacked(group, "scale")
-        recipes = [scale.cast for scale in group for _ in range(scale.count)]
+        recipes = [scale.cast for scale in group for _ in range(scale.count if scale.shape else 1)]
         rolled, following = delayed.roll_histories(window, bits, previous, recipes)
         values = {
             "history": torch.where(moves, rolled, window).t().contiguous(),
@@ -290,27 +288,45 @@ def roll(scales: Sequence[DelayedScale], observed: torch.Tensor, due: torch.Tens
     return kept
 
 
+def _by_policy(
+    scales: Sequence[DelayedScale], observed: torch.Tensor, kept: torch.Tensor
+) -> list[tuple[Sequence[DelayedScale], torch.Tensor, torch.Tensor]]:
+    """Return the scales that share a policy, with their parts of both tensors [n]."""
+    policy = scales[0].cast.policy
+    if not [scale for scale in scales if scale.cast.policy is not policy]:
+        return [(scales, observed, kept)]
+    of = {scale: parts for scale, *parts in zip(scales, _parts(scales, observed), _parts(scales, kept), strict=True)}
+    groups = foreach.alike(scales, lambda scale: scale.cast.policy)
+    return [
+        (group, *(_joined(group, list(parts)) for parts in zip(*map(of.get, group), strict=True))) for group in groups
+    ]
+
+
 @torch.no_grad()
 def restore(scales: Sequence[DelayedScale], observed: torch.Tensor) -> None:
     """Let scales have observed what they had when `roll` returned `observed`, int32 [n]."""
     _write(scales, {"observed": observed})
 
 
+# What follows runs for all scales of a model in every step: lists, and neither functions nor attributes of modules for
+# each.
+
+
 def stacked(scales: Sequence[DelayedScale], buffer: str) -> torch.Tensor:
     """Return [n, ...]: a buffer of all scales, one row for each."""
-    return _joined(scales, [getattr(scale, buffer) for scale in scales])
+    return _joined(scales, [scale._buffers[buffer] for scale in scales])
 
 
-def _joined(scales: Sequence[DelayedScale], parts: list[torch.Tensor]) -> torch.Tensor:
+def _joined(scales: Sequence[DelayedScale], parts: list[Any]) -> torch.Tensor:
     """Return [n, ...] of a part for each scale, in the shape of its buffers; one launch however many there are."""
-    if not any(scale.shape for scale in scales):
+    if not [scale for scale in scales if scale.shape]:
         return torch.stack(parts)
     return torch.cat([part if scale.shape else part[None] for scale, part in zip(scales, parts, strict=True)])
 
 
 def _parts(scales: Sequence[DelayedScale], rows: torch.Tensor) -> list[torch.Tensor]:
     """Undo `_joined`."""
-    if not any(scale.shape for scale in scales):
+    if not [scale for scale in scales if scale.shape]:
         return list(rows.unbind())
     parts = rows.split([scale.count for scale in scales])
     return [part.view((*scale.shape, *rows.shape[1:])) for scale, part in zip(scales, parts, strict=True)]
@@ -321,7 +337,7 @@ def _write(scales: Sequence[DelayedScale], values: dict[str, torch.Tensor]) -> N
     # In place: compiled code and CUDA graphs hold these very buffers. What has one dtype is one launch.
     for dtype in {rows.dtype: None for rows in values.values()}:
         alike = {name: rows for name, rows in values.items() if rows.dtype is dtype}
-        buffers = [getattr(scale, name) for name in alike for scale in scales]
+        buffers: list[Any] = [scale._buffers[name] for name in alike for scale in scales]
         # A compiled backward may read a scale again. Between it and its forward values change with steps alone.
-        with keep_versions(tuple(buffers)):
+        with keep_versions(buffers):
             copy_each(buffers, [part for rows in alike.values() for part in _parts(scales, rows)])

@@ -1,9 +1,11 @@
-"""`Group`: what the same ranks agree on, in one all-reduce."""
+"""`Group`: what the same ranks agree on, in one all-reduce; `Tree`: whether a model has changed since."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_common.torch.sharding.agreement import group_of_ranks, ranks_along
@@ -27,6 +29,28 @@ class Group:
     slots: list[Slot] = dataclasses.field(default_factory=list)
     scales: list[DelayedScale] = dataclasses.field(default_factory=list)
     due: bool = False
+
+
+class Tree:
+    """The modules and parameters of a model, as they were at the last look.
+
+    A look costs a model of any size a few microseconds: it compares numbers of objects and keeps none alive.
+    """
+
+    def __init__(self) -> None:
+        self._tables: list[dict] = []
+        self._numbers: list[int] = []
+
+    def has_changed(self, root: nn.Module) -> bool:
+        """Return whether one was added, removed or exchanged since the last look; true at the first."""
+        if self._tables and self._numbers == self._look():
+            return False
+        self._tables = [table for module in root.modules() for table in (module._modules, module._parameters)]
+        self._numbers = self._look()
+        return True
+
+    def _look(self) -> list[int]:
+        return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
 
 
 def sorted_by_ranks(

@@ -44,13 +44,15 @@ def _before_forward(model: nn.Module, args: object) -> None:
         sync.groups[0].due = any(bool(scale.late.any()) for scale in sync.scales if not scale.late.is_meta)
     if sync.sharded:
         return
-    infos = (shard.local.info for shard in fsdp.shards(model) if sync.scales and hasattr(shard.local, "info"))
-    first = next((info for info in infos if info.slot is None), None)
-    if first is not None:
-        # a root whose own FSDP group is empty comes here before its first gather; the sync of that takes the scales
-        ScaleSync.at_first_gather(first)
-    else:
-        sync.before_forward(model, sync.slots)
+    changed = bool(sync.scales) and sync.tree.has_changed(model)
+    if changed:
+        infos = (shard.local.info for shard in fsdp.shards(model) if hasattr(shard.local, "info"))
+        first = next((info for info in infos if info.slot is None), None)
+        if first is not None:
+            # a root whose own FSDP group is empty comes here before its first gather; the sync of that takes the scales
+            ScaleSync.at_first_gather(first)
+            return
+    sync.before_forward(model, sync.slots, changed)
 
 
 def _after_forward(model: nn.Module, args: object, output: object) -> None:

@@ -27,7 +27,7 @@ from fp8_common.torch.sharding.replaced import watch_optimizers
 from fp8_torch_fsdp.scales import delayed, steps
 from fp8_torch_fsdp.scales.delayed import DelayedScale, delayed_scales
 from fp8_torch_fsdp.scales.forwards import Forwards
-from fp8_torch_fsdp.scales.groups import Group, sorted_by_ranks
+from fp8_torch_fsdp.scales.groups import Group, Tree, sorted_by_ranks
 from fp8_torch_fsdp.scales.replicas import group_of_replicas
 from fp8_torch_fsdp.scales.slot import Sent, Slot, amax_bits, fill_scales, quantize
 
@@ -60,7 +60,7 @@ class ScaleSync:
         self._root = weakref.ref(root)
         self.groups, self.reductions = list(groups), 0
         self.replicas: dist.ProcessGroup | None = None
-        self._parameter_ids = set[int]()  # as optimizers hold them; where there are delayed scales
+        self.tree, self._parameter_ids = Tree(), set[int]()  # as optimizers hold them; where there are delayed scales
         self.slots = [slot for group in self.groups for slot in group.slots]
         self.sharded, self._held, self._looks_left = sharded, list(held), SETTLES_AFTER
         self.forwards, self._slots_of = Forwards(self.slots), dict[tuple[nn.Module, ...], list[Slot]]()
@@ -179,21 +179,30 @@ class ScaleSync:
         # ran before this gather, or runs beside it. Other scales are made and used by gathers alone.
         return fsdp.alone_on_device(root) if self.scales else contextlib.nullcontext()
 
-    def before_forward(self, root: nn.Module, slots: Sequence[Slot]) -> None:
-        """Synchronize before a forward that multiplies by some of the weights."""
+    def before_forward(self, root: nn.Module, slots: Sequence[Slot], changed: bool | None = None) -> None:
+        """Synchronize before a forward that multiplies by some of the weights.
+
+        Args:
+            root: The root.
+            slots: The weights.
+            changed: Whether the tree of the root has; None looks.
+        """
         # Checkpoints end the forwards that they repeat in a backward by an exception of their own.
         if not in_backward():
             if self._running:  # the last forward was left by an exception: its batch is dropped, and what it observed
                 for scales, observed in self._observed:
                     delayed.restore(scales, observed)
             self._running = True
+        if self.scales and (self.tree.has_changed(root) if changed is None else changed):
+            if not self.sharded:
+                self._find_ranks(root)
+            self._collect_parameters(root)
         if not self.sharded:
-            self._find_ranks(root)
+            due = root.training and any(group.due for group in self.groups)
+            self.replicas = group_of_replicas(self.scales, due=due, before=self.replicas)
             if self.replicas is not None and not (root.training and torch.is_grad_enabled()):
                 self._observed.clear()
                 return  # one rank may evaluate alone: the windows wait for the next training forward
-        if self.scales:
-            self._collect_parameters(root)
         self.begin(slots)
 
     def begin(self, slots: Sequence[Slot]) -> None:
@@ -252,7 +261,6 @@ class ScaleSync:
         self.groups = sorted_by_ranks([], self.scales, self._held, meshes)
         for group in self.groups:
             group.due = due
-        self.replicas = group_of_replicas(self.scales, due=due and root.training, before=self.replicas)
 
     def holds_one_of(self, parameters: Collection[torch.Tensor]) -> bool:
         """Whether one of these parameters is one of the root: of the live root if there is none among those of before.
