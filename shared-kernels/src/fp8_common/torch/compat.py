@@ -199,7 +199,7 @@ def _as_in_eager_mode() -> Iterator[None]:
 
 def in_function_transform() -> bool:
     """Return whether `torch.func` (vmap, grad, jvp, ...) transforms what runs now; False under a compiler."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
 
 
 @assume_constant_result

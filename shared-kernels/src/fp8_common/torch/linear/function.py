@@ -198,8 +198,9 @@ class _Linear(torch.autograd.Function):
         mark = None if origin is None else origin.mark
         # Tensors go through autograd, which notices writes to them and lets checkpoints and offloading take them;
         # everything else stays on the context.
-        ctx.save_for_backward(offsets, mark, *sent, *_tensors(kept), *_tensors(saved))
-        ctx.kept, ctx.saved, ctx.sent = _without_tensors(kept), _without_tensors(saved), len(sent)
+        kept_tensors, ctx.kept = _apart(kept)
+        saved_tensors, ctx.saved = _apart(saved)
+        ctx.save_for_backward(offsets, mark, *kept_tensors, *saved_tensors, *sent)
         ctx.plan, ctx.spec, ctx.record, ctx.shape = plan, spec, record, x.shape
         ctx.dtype, ctx.weight_dtype = x.dtype, weight.dtype
         y = rows.matmul(x_operand, w_operand, plan.output)
@@ -210,18 +211,18 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         spec: LinearSpec = ctx.spec
         config, gather, plan = spec.config, spec.gather, ctx.plan
-        offsets, mark, *tensors = ctx.saved_tensors  # once: checkpoints let it be read once only
+        # once: checkpoints let it be read once only
+        offsets, mark, weight, weight_inv, saved, saved_inv, *sent = ctx.saved_tensors
         if mark is not None:
             _check_codes(ctx, int(mark))
-        # `list`, because torch 2.11 traces what a star takes as a tuple
-        sent, tensors = tuple(tensors[: ctx.sent]), list(tensors[ctx.sent :])
-        weight, saved = _with_tensors(ctx.kept, tensors), _with_tensors(ctx.saved, tensors)
+        weight = None if weight is None else Quantized(weight, weight_inv, *ctx.kept)
+        saved = saved if saved_inv is None else Quantized(saved, saved_inv, *ctx.saved)
         matrix = grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1])
         rows = ROWS if offsets is None else RowGroups(offsets, matrix.shape[0])
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         needs_gather = needs_x and weight is None
         # The weight is on its way during the other matmul, and its gradient during this one.
-        started = gather.start(sent, grad) if needs_gather and gather is not None else None
+        started = gather.start(tuple(sent), grad) if needs_gather and gather is not None else None
 
         def whole_weight() -> Quantized:
             # Delayed scaling has observed the weight in the forward.
@@ -371,27 +372,11 @@ def _grad_weight(
     return rows.matmul_over_rows(g, x, options)
 
 
-def _tensors(saved: torch.Tensor | Quantized | None) -> tuple[torch.Tensor, ...]:
-    if saved is None:
-        return ()
-    return (saved.codes, saved.scale_inv) if isinstance(saved, Quantized) else (saved,)
-
-
-def _without_tensors(saved: torch.Tensor | Quantized | None) -> tuple | None:
-    """Return what is known of `saved` besides its tensors: () of a tensor, format and block of an operand."""
-    if saved is None:
-        return None
-    return (saved.fmt, saved.block) if isinstance(saved, Quantized) else ()
-
-
-def _with_tensors(known: tuple | None, tensors: list[torch.Tensor]) -> Any:
-    """Take the tensors of one saved thing from the front of the list; the reverse of the two functions above."""
-    if known is None:
-        return None
-    if not known:
-        return tensors.pop(0)
-    codes, scale_inv = tensors.pop(0), tensors.pop(0)
-    return Quantized(codes, scale_inv, *known)
+def _apart(saved: torch.Tensor | Quantized | None) -> tuple[tuple[torch.Tensor | None, ...], tuple | None]:
+    """Return the two tensors of an operand and what else is known of it; a tensor is the first of the two."""
+    if isinstance(saved, Quantized):
+        return (saved.codes, saved.scale_inv), (saved.fmt, saved.block)
+    return (saved, None), None
 
 
 def _reshaped(matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

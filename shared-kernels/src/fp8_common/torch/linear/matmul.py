@@ -55,6 +55,7 @@ class MatmulOptions(NamedTuple):
         pad_inner: Pad the contracted dimension with zeros up to a multiple of 16 for the hardware; otherwise other
             sizes are an error there.
         pad_outer: The same of the rows of the second operand.
+        compiled: Whether a compiler traces the matmul, and copies scales that do not lie as cuBLAS wants them.
     """
 
     out_dtype: torch.dtype
@@ -62,6 +63,7 @@ class MatmulOptions(NamedTuple):
     use_fast_accum: bool = False
     pad_inner: bool = False
     pad_outer: bool = False
+    compiled: bool = False
 
 
 def should_emulate(device: torch.device, emulate: Literal["auto"] | bool) -> bool:
@@ -197,7 +199,9 @@ def _dequantized(operand: Quantized) -> torch.Tensor:
 def _matmul_scaled(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
     a_codes = a.codes if a.codes.is_contiguous() else row_major(a.codes)
     b_codes = b.codes if b.codes.is_contiguous() else row_major(b.codes)
-    a_inv, b_inv = _at_16_bytes(a.scale_inv), _at_16_bytes(b.scale_inv)
+    a_inv, b_inv = a.scale_inv, b.scale_inv
+    if not options.compiled:
+        a_inv, b_inv = _at_16_bytes(a_inv), _at_16_bytes(b_inv)
     b_inv = b_inv if b_inv.ndim == 0 else _as_row(b_inv)
     # `scaled_mm` takes two scalars or scales of rows and columns, and no mixture.
     if a_inv.ndim != b_inv.ndim:
@@ -224,10 +228,7 @@ def _matmul_scaled(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.
 
 def _at_16_bytes(scale: torch.Tensor) -> torch.Tensor:
     """Return a scale, copied if it is one among others: cuBLAS refuses a scalar at an odd address."""
-    # compilers copy what is not where they expect it
-    if scale.ndim or torch.compiler.is_compiling() or scale.storage_offset() % 4 == 0:
-        return scale
-    return scale.clone()
+    return scale if scale.ndim or scale.storage_offset() % 4 == 0 else scale.clone()
 
 
 def _on_cuda(tensor: torch.Tensor) -> bool:

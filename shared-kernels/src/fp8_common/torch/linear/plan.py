@@ -81,14 +81,16 @@ def decide(
     return LinearPlan(
         launches(config.input, shared.input, x.shape[-1]),
         launches(config.grad_output, shared.grad_output, out_features),
-        options(config, "output", x.dtype, x.device),
-        options(config, "grad_input", x.dtype, x.device),
-        options(config, "grad_weight", dtype, x.device),
+        options(config, "output", x.dtype, x.device, compiled),
+        options(config, "grad_input", x.dtype, x.device, compiled),
+        options(config, "grad_weight", dtype, x.device, compiled),
         compiled,
     )
 
 
-def options(config: LinearConfig, product: str, out_dtype: torch.dtype, device: torch.device) -> MatmulOptions:
+def options(
+    config: LinearConfig, product: str, out_dtype: torch.dtype, device: torch.device, compiled: bool
+) -> MatmulOptions:
     """Return how one of the three matmuls runs."""
     return MatmulOptions(
         out_dtype=out_dtype,
@@ -97,4 +99,5 @@ def options(config: LinearConfig, product: str, out_dtype: torch.dtype, device: 
         # the weight's gradient is contracted over tokens, whose number is nobody's choice
         pad_inner=config.pad_inner_dim or product == "grad_weight",
         pad_outer=config.pad_inner_dim,
+        compiled=compiled,
     )

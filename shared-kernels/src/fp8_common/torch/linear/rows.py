@@ -6,7 +6,7 @@
 import torch
 
 from fp8_common.recipe import CastRecipe
-from fp8_common.torch.linear.matmul import MatmulOptions, matmul
+from fp8_common.torch.linear.matmul import matmul
 from fp8_common.torch.linear.operand import quantize_folded, quantize_operand
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch.sharding.gathered import GatheredWeight, quantized
@@ -50,10 +50,8 @@ class Rows:
         """Return the weight; rows in groups see to it that a wrong grouping gives NaN."""
         return weight
 
-    def matmul(self, a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
-        """Return a @ b.T of [rows, K] and a weight [N, K]."""
-        return matmul(a, b, options)
-
+    matmul = staticmethod(matmul)
+    """Returns a @ b.T of [rows, K] and a weight [N, K]."""
     matmul_over_rows = matmul
     """Returns [N, K], contracted over the rows, of two operands as `quantize_over_rows` returns them."""
 
