@@ -114,7 +114,7 @@ def tensor_scale(
             tl.store(scale_out_ptr, stored)
         store_reciprocal(scale_inv_ptr, 0, stored, None)
         if RULE is not None and own_key_ptr is not None:
-            observe(own_key_ptr, key)
+            observe(own_key_ptr, tl.load(scale_ptr))
     return scale
 
 

@@ -105,6 +105,7 @@ class TensorwiseCast:
         launch = self._casts.get(names)
         if launch is None:
             launch = self._casts[names] = self._decided(given, fits)
+        transposed = None
         if self._turned is None:
             given["y_ptr"] = codes = torch.empty_like(x, dtype=self._codes)
         else:
@@ -116,7 +117,7 @@ class TensorwiseCast:
             given["scale_out_ptr"] = scale = new(self._one, dtype=torch.float32, device=device)
         _triton.run(launch, device, x_ptr=x, **given)
         fmt = self._fmt
-        turned = None if self._turned is None else Quantized(transposed, scale_inv, fmt, scale=scale)
+        turned = None if transposed is None else Quantized(transposed, scale_inv, fmt, scale=scale)
         return Quantized(codes, scale_inv, fmt, None, turned, scale)
 
     def _decided(self, given: dict[str, torch.Tensor], fits: bool) -> object:

@@ -295,10 +295,10 @@ def _by_policy(
     policy = scales[0].cast.policy
     if not [scale for scale in scales if scale.cast.policy is not policy]:
         return [(scales, observed, kept)]
-    of = {scale: parts for scale, *parts in zip(scales, _parts(scales, observed), _parts(scales, kept), strict=True)}
+    bits, after = (dict(zip(scales, _parts(scales, one), strict=True)) for one in (observed, kept))
     groups = foreach.alike(scales, lambda scale: scale.cast.policy)
     return [
-        (group, *(_joined(group, list(parts)) for parts in zip(*map(of.get, group), strict=True))) for group in groups
+        (own, _joined(own, [bits[one] for one in own]), _joined(own, [after[one] for one in own])) for own in groups
     ]
 
 
