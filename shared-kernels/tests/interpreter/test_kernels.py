@@ -123,3 +123,20 @@ def test_every_16_bit_value_there_and_every_code_back(fmt, x):
     codes = np.arange(256, dtype=np.uint8)
     back = decoding.dequantize(tensor(codes), number(3.0), f8.get_format(fmt), torch.float32)
     assert_same_bits(back, f8.dequantize(codes, np.float32(3), fmt))
+
+
+@pytest.mark.parametrize("square", [False, True])
+@every_input
+def test_blocks_both_ways_are_two_casts_of_one_read(dtype, fmt, shape, square):
+    form, block = f8.get_format(fmt), (128 if square else 1, 128)
+    for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
+        if x.ndim != 2 or x.shape[0] % 4 or not x.size:
+            continue
+        made = casts.quantize_dynamic(tensor(x), form, f8.CANONICAL, block, both=True)
+        assert made.transposed is not None
+        for got, own in ((made, x), (made.transposed, np.ascontiguousarray(x.T))):
+            want = f8.quantize_blockwise(own, fmt, block)
+            assert_same_bits(got.codes, want.data, fmt=fmt, source=own)
+            assert_same_bits(got.scale_inv, f8.reciprocal(want.scale))
+            # as cuBLAS reads them
+            assert (got.scale_inv if square else got.scale_inv.t()).is_contiguous()

@@ -12,7 +12,7 @@ A `return` in a branch on a compiled-in value needs an `else` after it: Triton c
 that branch was taken, and fails there if types or values do not fit.
 """
 
-from fp8_common._kernels.blocks import blockwise, mx
+from fp8_common._kernels.blocks import block_both, blockwise, mx
 from fp8_common._kernels.decoding import dequantize, dequantize_mx
 from fp8_common._kernels.foreach import foreach_amax, foreach_cast, foreach_chunks
 from fp8_common._kernels.gradients import pack_gradients, sum_gradients

@@ -16,6 +16,7 @@ from fp8_common._kernels.device import (
     scaled,
     store_reciprocal,
     to_fp8,
+    to_fp8_rows,
     widen_key,
 )
 from fp8_common._kernels.launch import (
@@ -29,7 +30,7 @@ from fp8_common._kernels.launch import (
     scale_constants,
     tile_count,
 )
-from fp8_common._kernels.tensor import max_narrow_key
+from fp8_common._kernels.tensor import max_narrow_key, rows_of_four, store_columns, store_with_transpose
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format
 from fp8_common.policy import CANONICAL, MxMode, ScalePolicy
@@ -93,6 +94,66 @@ def block_128x128_kernel(
     # Programs are numbered like the blocks.
     tl.store(scale_ptr + tl.program_id(0), scale)
     store_reciprocal(scale_inv_ptr, tl.program_id(0), scale, None)
+
+
+@triton.jit
+def cast_row_blocks(x, y_ptr, scale_inv_ptr, r, block, at, mask, M, FMAX: tl.constexpr, RULE: tl.constexpr):
+    """Cast rows r of a tile, each with a scale of its own, and store them; scales back lie by columns of blocks."""
+    scale = scale_of_key(widen_key(tl.max(narrow_key(x), axis=1), x.dtype), 1.0, FMAX, RULE)
+    tl.store(y_ptr + at, to_fp8(scaled(x, scale[:, None]), y_ptr.dtype.element_ty), mask=mask)
+    store_reciprocal(scale_inv_ptr, block.to(tl.int64) * M + r, scale, r < M)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def block_both_kernel(
+    x_ptr,
+    y_ptr,
+    yt_ptr,
+    scale_inv_ptr,
+    turned_inv_ptr,
+    M: tl.int32,
+    N: tl.int32,
+    FMAX: tl.constexpr,
+    RULE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SQUARE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Make y, and yt of the transpose, from one read of x, M % 4 == 0: with 1x128 blocks, or 128x128 if SQUARE.
+
+    Scales back of 1x128 blocks lie by columns of blocks, of others by rows.
+    """
+    if ALIGNED:
+        M, N = multiple_of_16(M), multiple_of_16(N)
+    F8: tl.constexpr = y_ptr.dtype.element_ty
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    bm, bn = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
+    m0, n0 = bm * BM, bn * BN
+    at, mask = rows_of_four(m0, n0, M, N, BM, BN)
+    x0 = tl.load(x_ptr + at, mask=mask, other=0.0)
+    x1 = tl.load(x_ptr + at + N, mask=mask, other=0.0)
+    x2 = tl.load(x_ptr + at + 2 * N, mask=mask, other=0.0)
+    x3 = tl.load(x_ptr + at + 3 * N, mask=mask, other=0.0)
+    key = tl.maximum(tl.maximum(narrow_key(x0), narrow_key(x1)), tl.maximum(narrow_key(x2), narrow_key(x3)))
+    # narrowed in between, as in `max_narrow_key`
+    top = tl.max(key, axis=0).to(key.dtype)
+    if SQUARE:
+        scale = scale_of_key(widen_key(tl.max(top, axis=0), x0.dtype), 1.0, FMAX, RULE)
+        store_with_transpose(y_ptr, yt_ptr, x0, x1, x2, x3, at, mask, scale, m0, n0, M, N, BM, BN)
+        store_reciprocal(scale_inv_ptr, tl.program_id(0), scale, None)
+        store_reciprocal(turned_inv_ptr, bn * tiles_m + bm, scale, None)
+    else:
+        r, c = m0 + 4 * tl.arange(0, BM // 4), n0 + tl.arange(0, BN)
+        cast_row_blocks(x0, y_ptr, scale_inv_ptr, r, bn, at, mask, M, FMAX, RULE)
+        cast_row_blocks(x1, y_ptr, scale_inv_ptr, r + 1, bn, at + N, mask, M, FMAX, RULE)
+        cast_row_blocks(x2, y_ptr, scale_inv_ptr, r + 2, bn, at + 2 * N, mask, M, FMAX, RULE)
+        cast_row_blocks(x3, y_ptr, scale_inv_ptr, r + 3, bn, at + 3 * N, mask, M, FMAX, RULE)
+        scale = scale_of_key(widen_key(top, x0.dtype), 1.0, FMAX, RULE)
+        s = scale[None, :]
+        _, _, _, _, words = to_fp8_rows(scaled(x0, s), scaled(x1, s), scaled(x2, s), scaled(x3, s), F8)
+        store_columns(yt_ptr, words, m0, n0, M, N, BM, BN)
+        store_reciprocal(turned_inv_ptr, bm.to(tl.int64) * N + c, scale, c < N)
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -164,6 +225,31 @@ def blockwise(
         scalars=matrix_sizes(m, n),
         constants=scale_constants(fmt, policy) | {"ALIGNED": aligned} | ({"BM": bm} if rows == 1 else {}),
         num_warps=warps,
+    )
+
+
+@plan
+def block_both(
+    m: int, n: int, dtype: str, fmt: str | Format, policy: ScalePolicy = CANONICAL, *, square: bool = False
+) -> Launch:
+    """Plan casts of x [m, n], m % 4 == 0, and its transpose, from one read: of 1x128 blocks, or 128x128 if `square`.
+
+    The scales back from FP8 of both are outputs: [ceil(m / 128), ceil(n / 128)] and its transpose of square blocks,
+    [ceil(n / 128), m] and [ceil(m / 128), n] of others, which is how cuBLAS reads them.
+    """
+    blocks_m, blocks_n = tile_count(m, 128), tile_count(n, 128)
+    shapes = ((blocks_m, blocks_n), (blocks_n, blocks_m)) if square else ((blocks_n, m), (blocks_m, n))
+    scales = zip(("scale_inv_ptr", "turned_inv_ptr"), shapes, strict=True)
+    return Launch(
+        kernel=block_both_kernel,
+        grid=blocks_m * blocks_n,
+        inputs={"x_ptr": input_dtype(dtype)},
+        outputs={"y_ptr": codes((m, n), fmt), "yt_ptr": codes((n, m), fmt)}
+        | {name: Out(shape, "float32") for name, shape in scales},
+        scalars=matrix_sizes(m, n),
+        constants=scale_constants(fmt, policy)
+        | {"ALIGNED": m % 16 == n % 16 == 0, "SQUARE": square, "BM": 128, "BN": 128},
+        num_warps=8,  # no spills for compute capability 9.0
     )
 
 

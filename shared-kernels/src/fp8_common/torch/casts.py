@@ -16,9 +16,9 @@ from fp8_common.torch import numerics, rounding
 from fp8_common.torch._operators import operator, policy_key, policy_of_key
 from fp8_common.torch._triton import dense, fuses, hides, launch, matrix_of, name_of, plans, takes
 from fp8_common.torch.blocks import Block, amax_by, block_of, broadcasts, expand_blocks, scale_shape, split_blocks
+from fp8_common.torch.kept import BLOCKS, BlocksCast, RowsCast, TensorwiseCast, has_both, of_blocks, of_both
 from fp8_common.torch.numerics import amax_of, as_float32, divide, torch_dtype
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch.tensorwise import TensorwiseCast
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -199,7 +199,7 @@ def quantize_dynamic(
         block: What shares a scale.
         fold: float32 [columns]: casts float32(x) * fold instead, with a scale for each row.
         groups: int32 [rows], which names a row of `fold`, then [groups, columns], for each row of `x`.
-        both: Also cast the transpose of a matrix, without `fold`, where one launch makes both.
+        both: Also cast the transpose of a matrix, without `fold`, where kernels make both from one or two reads.
 
     Returns:
         The cast; its scales have the shape `blocks.scale_shape(x.shape, block)`.
@@ -212,6 +212,8 @@ def quantize_dynamic(
         scales = scales.view(torch.uint8)
         return _quantized(codes, numerics.scale_of_e8m0(scales), numerics.scale_inv_of_e8m0(scales), fmt, block)
     compiling = torch.compiler.is_compiling()
+    if compiling and both and block is not None and block in BLOCKS.values() and fuses(x) and has_both(x):
+        return of_blocks(fmt, block, *blocks_both_op(x, fmt.name, policy_key(policy), block[0] != 1))
     if compiling and (not broadcasts(block) or hides(x)):
         made = quantize_dynamic_op(x, fold, groups, fmt.name, policy_key(policy), list(block or ()))
         return _quantized(*made, fmt, block)
@@ -219,10 +221,11 @@ def quantize_dynamic(
         # The amax becomes a part of what makes x. One launch that writes both ways moves less than what compilers make
         # of it: they cast once more for the backward.
         return _of_both(*quantize_transposed_op(x, amax_of(x), fmt.name, policy_key(policy)), fmt)
-    if compiling and both and block == (1, 0) and _has_rows_and_columns(x):
+    if compiling and both and block == (1, 0) and has_both(x):
         # As eager mode does. A compiler's kernel for both loops over rows: it keeps float32 values in memory meanwhile,
         # and stores transposed codes byte by byte.
-        return _of_rows_and_columns(x, *rows_and_columns_op(x, fold, fmt.name, policy_key(policy)), fmt)
+        codes, transposed, _, scale_inv = rows_and_columns_op(x, fold, fmt.name, policy_key(policy))
+        return of_both(fmt, codes, transposed, *scale_inv[:, None].split(x.shape))
     if not compiling and takes(x, fmt, policy):
         made = _by_kernels(x, fmt, policy, block, fold, groups, both=both)
         if made is not None:
@@ -313,8 +316,9 @@ def _by_kernels(
         _, scale = launch(plan, x.device, **given)
         return _quantized(codes, scale.view(()), torch.reciprocal(scale).view(()), fmt)
     if block == (1, 0) and x.numel() and (fold is not None or x.is_contiguous()):
-        if both and _has_rows_and_columns(x):
-            return _of_rows_and_columns(x, *_rows_and_columns(x, fmt, policy, fold), fmt)
+        if both and has_both(x):
+            kept = RowsCast(x.shape, x.dtype, fmt, policy, fold=fold is not None)
+            return kept(x, fold=None if fold is None else fold.contiguous())
         x = x.contiguous()
         given = {"fold": fold is not None, "groups": groups is not None}
         plan = plans().rowwise(*matrix_of(x), dtype, fmt, policy, **given)
@@ -323,48 +327,14 @@ def _by_kernels(
     elif block == (1, 128) or (block == (128, 128) and x.ndim == 2):
         if not _readable(x):
             return None
+        if both and has_both(x):
+            return BlocksCast(x.shape, x.dtype, fmt, policy, block)(x)
         made = launch(plans().blockwise(*matrix_of(x), dtype, fmt, block[0], policy), x.device, x_ptr=x)
     else:
         return None
     codes, scale, scale_inv = made
     shape = scale_shape(x.shape, block)
     return _quantized(codes.view(x.shape), scale.view(shape), scale_inv.view(shape), fmt, block)
-
-
-def _has_rows_and_columns(x: torch.Tensor) -> bool:
-    """Return whether there are kernels that cast the rows and the columns of x."""
-    return x.ndim == 2 and x.is_contiguous() and x.numel() > 0 and x.shape[0] % 4 == 0
-
-
-def _rows_and_columns(
-    x: torch.Tensor, fmt: Format, policy: ScalePolicy, fold: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return codes of the rows of x * fold, x [4 m, n], those of the columns of x, transposed, and scales of both.
-
-    Two reads of x; scales and inverse scales are those of all rows, then of all columns.
-    """
-    m, n = x.shape
-    given = {"x_ptr": x, "fold_ptr": None if fold is None else fold.contiguous()}
-    plan = plans().amax_both(m, n, name_of(x.dtype), fold=fold is not None)
-    (keys,) = launch(plan, x.device, **given)
-    # the kernel takes keys for amax: those without a sign are their bits
-    scale, scale_inv = _scales_by_kernel(keys.view(torch.float32), fmt, policy)
-    plan = plans().cast_both(m, n, name_of(x.dtype), fmt, fold=fold is not None)
-    codes, transposed = launch(plan, x.device, **given, scale_ptr=scale)
-    return codes, transposed, scale, scale_inv
-
-
-def _of_rows_and_columns(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    transposed: torch.Tensor,
-    scale: torch.Tensor,
-    scale_inv: torch.Tensor,
-    fmt: Format,
-) -> Quantized:
-    (rows, columns), (rows_inv, columns_inv) = (one[:, None].split(x.shape) for one in (scale, scale_inv))
-    by_columns = Quantized(transposed, columns_inv, fmt, scale=columns)
-    return Quantized(codes, rows_inv, fmt, None, by_columns, rows)
 
 
 def _fake_rows_and_columns(
@@ -379,15 +349,38 @@ def _fake_rows_and_columns(
 def rows_and_columns_op(
     x: torch.Tensor, fold: torch.Tensor | None, fmt: str, policy: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what `_rows_and_columns` does."""
+    """Return `RowsCast.raw`: codes [M, N] of x * fold, those of x^T, and scales of rows, then columns, both ways."""
     form, rule = get_data_format(fmt), policy_of_key(policy)
     if takes(x, form, rule):
-        return _rows_and_columns(x.contiguous(), form, rule, fold)
+        kept: Any = RowsCast(x.shape, x.dtype, form, rule, fold=fold is not None)
+        return kept.raw(x.contiguous(), None if fold is None else fold.contiguous())
     rows = quantize_dynamic(x, form, rule, (1, 0), fold=fold)
     columns = quantize_dynamic(x.t().contiguous(), form, rule, (1, 0))
     scale = torch.cat([rows.scale.view(-1), columns.scale.view(-1)])
     scale_inv = torch.cat([rows.scale_inv.view(-1), columns.scale_inv.view(-1)])
     return rows.codes, columns.codes, scale, scale_inv
+
+
+def _fake_blocks_both(x: torch.Tensor, fmt: str, policy: str, square: bool) -> tuple[torch.Tensor, ...]:
+    m, n, f32 = *x.shape, torch.float32
+    blocks_m, blocks_n = -(-m // 128), -(-n // 128)
+    shapes = ((blocks_m, blocks_n), (blocks_n, blocks_m)) if square else ((blocks_n, m), (blocks_m, n))
+    return (*_fake_transposed(x, fmt), *(x.new_empty(shape, dtype=f32) for shape in shapes))
+
+
+@operator(fake=_fake_blocks_both, launches=True)
+def blocks_both_op(
+    x: torch.Tensor, fmt: str, policy: str, square: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `BlocksCast.raw`: codes [M, N] of x [M, N], those of its transpose, and the scales back of both."""
+    form, rule, block = get_data_format(fmt), policy_of_key(policy), (128 if square else 1, 128)
+    x = x.contiguous()
+    if takes(x, form, rule):
+        kept: Any = BlocksCast(x.shape, x.dtype, form, rule, block)
+        return kept.raw(x)
+    here, turned = (quantize_dynamic(one, form, rule, block) for one in (x, x.t().contiguous()))
+    scale_inv, turned_inv = (one.scale_inv if square else one.scale_inv.t().contiguous() for one in (here, turned))
+    return here.codes, turned.codes, scale_inv, turned_inv
 
 
 def _scale_of_empty(x: torch.Tensor) -> torch.Tensor | None:

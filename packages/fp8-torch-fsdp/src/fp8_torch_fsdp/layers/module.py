@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error
+from fp8_common.torch.kept import KeptCast, kept_cast
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.function import Gather, LinearSpec, fp8_linear
 from fp8_common.torch.linear.plan import Decided
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch.sharding.gathered import GatheredWeight, quantized
-from fp8_common.torch.tensorwise import TensorwiseCast, tensorwise_cast
 from fp8_torch_fsdp.all_gather.fsdp1 import refuse_fsdp1
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.all_gather.state_dict import forget_state_dict_hooks, keep_state_dicts_plain
@@ -92,16 +92,16 @@ class WeightMatmul:
         weight_cast: How the weight is scaled.
         parts: What `WeightCast.whole` has to know about parts that other ranks hold.
         kept: The launches of casts of the weight, decided once.
-        casts_alone: Whether one scale casts it that follows from its own amax or from earlier steps.
+        casts_alone: Whether it may be cast both ways by launches that are decided once.
         spec: What `fp8_linear` has to know.
     """
 
     def __init__(self, config: LinearConfig, layout: WeightLayout, scales: dict[str, DelayedScale], owner: str) -> None:
         self.config, self.layout, self.scales = config, layout, scales
         self.parts: Mapping[str, Any] = {}
-        self.kept: Decided[TensorwiseCast | None] = Decided()
-        tensorwise = config.weight.scaling != "static" and config.weight.granularity == "tensorwise"
-        self.casts_alone = tensorwise and not layout.stacked
+        self.kept: Decided[KeptCast | None] = Decided()
+        # rows of a weight are cast one way alone
+        self.casts_alone = config.weight.granularity != "rowwise" and not layout.stacked
         self.weight_cast: WeightCast = WeightCast.of(
             config.weight, stacked=layout.stacked, transposed=layout.transposed, delayed=scales.get("weight")
         )
@@ -148,12 +148,11 @@ class WeightMatmul:
             operand = Quantized(operand.codes, own, operand.fmt, operand.block)
         return operand.t() if self.layout.transposed else operand
 
-    def _cast_of(self, plain: torch.Tensor) -> TensorwiseCast | None:
+    def _cast_of(self, plain: torch.Tensor) -> KeptCast | None:
         """Return the launches of a cast both ways, decided once for a shape, dtype and device."""
         key = plain.shape, plain.dtype, plain.device, type(plain)
         if key not in self.kept:
-            cast = self.config.weight
-            self.kept.keep(key, tensorwise_cast(plain, plain.shape, cast.fp8_format, cast.policy))
+            self.kept.keep(key, kept_cast(plain, plain.shape, self.config.weight))
         return self.kept[key]
 
 

@@ -81,6 +81,6 @@ class WeightCast:
             (bits,), _ = max_over_ranks([grid.amax_bits(weight, region)], group)
             scale = grid.scales(bits, weight.shape)
         else:
-            return grid.quantize_whole(weight)
+            return grid.quantize_whole(weight, both=both)
         codes, fmt = casts.quantize(weight, scale, cast.fp8_format), cast.fp8_format
         return Quantized(codes, casts.reciprocal(scale), fmt, grid.tile, scale=scale)

@@ -41,7 +41,7 @@ class SharedCasts(NamedTuple):
     Attributes:
         folds: Rows of the weight have their own scales, which the backward folds into the gradient before its cast.
         input: How the cast of the activation for the output serves the weight's gradient: "codes", the same codes do,
-            having one scale; "columns", the same cast by columns does, made in one launch; None, it does not.
+            having one scale; "columns", the same cast by columns does, made beside it; None, it does not.
         grad_output: The same of the output's gradient for the gradients of input and weight.
         one_gradient_scale: The output's gradient is cast with one scale, and no scales of the weight folded in.
         wide_grad_weight: The gradient of the weight is computed in high precision.
@@ -164,4 +164,4 @@ def _serves_twice(cast: CastRecipe, over_rows: CastRecipe | None) -> Literal["co
         return None
     if cast.granularity == "tensorwise":
         return "codes"
-    return "columns" if cast.granularity == "rowwise" else None
+    return "columns" if cast.granularity in ("rowwise", "blockwise_1x128") else None

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from fp8_common.errors import Fp8Error, Fp8StaleError, Fp8UnsupportedError
 from fp8_common.torch.casts import MX_BLOCK
 from fp8_common.torch.compat import in_function_transform
+from fp8_common.torch.kept import KeptCast, RowsCast, ScaleState
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.grouped import RowGroups
 from fp8_common.torch.linear.matmul import MatmulOptions
@@ -23,7 +24,6 @@ from fp8_common.torch.linear.plan import Decided, LinearPlan, decide
 from fp8_common.torch.linear.rows import ROWS, Rows
 from fp8_common.torch.quantized import Quantized, transpose
 from fp8_common.torch.sharding.gathered import GatheredWeight
-from fp8_common.torch.tensorwise import ScaleState, TensorwiseCast
 
 
 class Gather(Protocol):
@@ -233,10 +233,13 @@ class _Linear(torch.autograd.Function):
             both = needs_weight and config.shared.grad_output == "codes"
             decided = plan.grad_output if both else None
             shared = _quantize(rows, "grad_output", matrix, spec, decided, record=ctx.record, both=both)
-        elif needs_x and needs_weight and gather is None and _folds_beside_columns(config, rows):
-            # before the matmul that does not need the weight: one launch then casts the gradient for both
-            weight = whole_weight() if weight is None else weight
-            shared = _quantize_folded(rows, matrix, weight.scale_inv, spec, both=True)
+        elif needs_x and needs_weight and config.shared.grad_output == "columns" and not rows.grouped:
+            if not config.shared.folds:
+                shared = _quantize(rows, "grad_output", matrix, spec, plan.grad_output, record=False, both=True)
+            elif gather is None:
+                # before the matmul that does not need the weight: the gradient is then cast for both at once
+                weight = whole_weight() if weight is None else weight
+                shared = _quantize_folded(rows, matrix, weight.scale_inv, spec, plan.grad_output, both=True)
         grad_x = grad_weight = None
         if needs_weight:
             product = _grad_weight(config, matrix, saved, shared, plan.grad_weight, rows)
@@ -270,18 +273,12 @@ def _check_codes(ctx: Any, repeated: int) -> None:
     )
 
 
-def _folds_beside_columns(config: LinearConfig, rows: Rows) -> bool:
-    """Return whether the gradient is cast with the weight's row scales folded in, and alike by columns without them."""
-    shared = config.shared
-    return shared.folds and shared.grad_output == "columns" and not rows.grouped
-
-
 def _quantize(
     rows: Rows,
     name: str,
     x: torch.Tensor,
     spec: LinearSpec,
-    decided: TensorwiseCast | None,
+    decided: KeptCast | None,
     *,
     record: bool,
     both: bool,
@@ -298,9 +295,12 @@ def _quantize(
 
 
 def _quantize_folded(
-    rows: Rows, grad: torch.Tensor, weight_inv: torch.Tensor, spec: LinearSpec, *, both: bool
+    rows: Rows, grad: torch.Tensor, weight_inv: torch.Tensor, spec: LinearSpec, decided: KeptCast | None, *, both: bool
 ) -> Quantized:
-    operand = rows.quantize_folded(grad, weight_inv, spec.config.grad_output, both=both)
+    if both and isinstance(decided, RowsCast) and grad.shape == decided.shape and grad.is_contiguous():
+        operand = decided(grad, fold=weight_inv.reshape(-1))
+    else:
+        operand = rows.quantize_folded(grad, weight_inv, spec.config.grad_output, both=both)
     if spec.watch is not None and not rows.grouped:
         spec.watch("grad_output", grad.float() * weight_inv.reshape(-1), operand)
     return operand
@@ -342,7 +342,7 @@ def _grad_input(
     if spec.config.shared.folds:
         # dx = sum over n of dy[m, n] * s[n] * codes[n, k]: the scale of a row of w belongs to the dimension that is
         # contracted here, where no FP8 matmul can apply it.
-        grad_operand = shared or _quantize_folded(rows, grad, weight.scale_inv, spec, both=False)
+        grad_operand = shared or _quantize_folded(rows, grad, weight.scale_inv, spec, None, both=False)
         weight = Quantized(transpose(weight.codes), torch.ones_like(weight.scale_inv[..., 0, 0]), weight.fmt)
     else:
         grad_operand = shared or _quantize(rows, "grad_output", grad, spec, None, record=False, both=False)

@@ -11,13 +11,13 @@ from fp8_common.errors import Fp8Error
 from fp8_common.formats import FORMATS
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch import casts
+from fp8_common.torch.kept import ScaleState
 from fp8_common.torch.linear import grouped_matmul, segments
 from fp8_common.torch.linear.matmul import MatmulOptions
 from fp8_common.torch.linear.operand import quantize_operand
 from fp8_common.torch.linear.rows import Rows
 from fp8_common.torch.linear.segments import BLOCK, Groups
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch.tensorwise import ScaleState
 
 
 class RowGroups(Groups, Rows):

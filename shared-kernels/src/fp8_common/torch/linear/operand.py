@@ -6,10 +6,10 @@ import torch.distributed as dist
 from fp8_common.formats import FORMATS, Format
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch import casts
+from fp8_common.torch.kept import ScaleState, quantize_delayed
 from fp8_common.torch.numerics import amax_bits, of_amax_bits
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch.sharding.agreement import max_over_ranks
-from fp8_common.torch.tensorwise import ScaleState, quantize_delayed
 
 BLOCK_1X128 = (1, 128)
 
@@ -33,7 +33,7 @@ def quantize_operand(
         return casts.quantize_dynamic(rows, fmt, cast.policy, (1, 0), both=both)
     if cast.granularity in ("blockwise_1x128", "mx"):
         block = casts.MX_BLOCK if cast.granularity == "mx" else BLOCK_1X128
-        return casts.quantize_dynamic(_readable_by_rows(x), fmt, cast.policy, block)
+        return casts.quantize_dynamic(_readable_by_rows(x), fmt, cast.policy, block, both=both)
     return quantize_tensorwise(x, cast, delayed, record=record, both=both)
 
 

@@ -6,9 +6,9 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from fp8_common.recipe import CastRecipe
+from fp8_common.torch.kept import KeptCast, kept_cast
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.matmul import MatmulOptions, should_emulate
-from fp8_common.torch.tensorwise import TensorwiseCast, tensorwise_cast
 
 Value = TypeVar("Value")
 
@@ -43,8 +43,8 @@ class LinearPlan(NamedTuple):
         compiled: Whether a compiler traces the layer: nothing is kept then.
     """
 
-    input: TensorwiseCast | None
-    grad_output: TensorwiseCast | None
+    input: KeptCast | None
+    grad_output: KeptCast | None
     output: MatmulOptions
     grad_input: MatmulOptions
     grad_weight: MatmulOptions
@@ -72,15 +72,13 @@ def decide(
     """
     rows = x.numel() // max(x.shape[-1], 1)
 
-    def launches(cast: CastRecipe, served: str | None, columns: int) -> TensorwiseCast | None:
-        if not casts_rows or served != "codes" or cast.scaling == "static":
-            return None
-        return tensorwise_cast(x, (rows, columns), cast.fp8_format, cast.policy)
+    def launches(cast: CastRecipe, served: str | None, columns: int, *, fold: bool = False) -> KeptCast | None:
+        return kept_cast(x, (rows, columns), cast, fold=fold) if casts_rows and served else None
 
     shared = config.shared
     return LinearPlan(
         launches(config.input, shared.input, x.shape[-1]),
-        launches(config.grad_output, shared.grad_output, out_features),
+        launches(config.grad_output, shared.grad_output, out_features, fold=shared.folds),
         options(config, "output", x.dtype, x.device, compiled),
         options(config, "grad_input", x.dtype, x.device, compiled),
         options(config, "grad_weight", dtype, x.device, compiled),

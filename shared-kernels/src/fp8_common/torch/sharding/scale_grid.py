@@ -164,10 +164,13 @@ class ScaleGrid:
         """Return float8 codes of a part, quantized with the float32 `scales` of the whole weight."""
         return casts.quantize(part, self.of_part(scales, part.shape, region), self.cast.fp8_format)
 
-    def quantize_whole(self, weight: torch.Tensor) -> Quantized:
-        """Return float8 codes of the shape of `weight` and its scales, which are made from itself."""
+    def quantize_whole(self, weight: torch.Tensor, *, both: bool = False) -> Quantized:
+        """Return float8 codes of the shape of `weight` and its scales, which are made from itself.
+
+        `both` says whether the same codes are wanted transposed, too.
+        """
         # compiled, one launch writes what the output and the gradient of the input need
-        both = self.block is None and casts.fuses(weight)
+        both = self.block in (None, (128, 128)) and (both or casts.fuses(weight))
         return casts.quantize_dynamic(weight, self.cast.fp8_format, self.cast.policy, self.block, both=both)
 
     def quantize_and_compare(

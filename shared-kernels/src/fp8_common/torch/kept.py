@@ -1,0 +1,275 @@
+"""Casts by kernels whose launches are decided once for a shape: layers keep them (`linear.plan`).
+
+With one scale for all, of rows, or of blocks. A kept cast is its kernels and nothing else, with delayed scaling, too.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from fp8_common.formats import Format
+from fp8_common.policy import ScalePolicy
+from fp8_common.recipe import CastRecipe
+from fp8_common.torch import _triton
+from fp8_common.torch._triton import dense, name_of, plans, takes
+from fp8_common.torch.numerics import torch_dtype
+from fp8_common.torch.quantized import Quantized
+
+BLOCKS = {"blockwise_1x128": (1, 128), "blockwise_128x128": (128, 128)}
+"""The block of each granularity that `BlocksCast` casts."""
+
+
+class ScaleState(Protocol):
+    """The state of delayed scaling of one tensorwise operand, or of one for each group: scalars are then [groups]."""
+
+    @property
+    def always_ready(self) -> bool:
+        """Whether `scale` is the one to use, whatever the operand holds: amax and cast are then one pass."""
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """float32 scalar into FP8, from earlier steps."""
+
+    @property
+    def must_fit(self) -> bool:
+        """Whether `scale` is used only where it fits the amax of the operand."""
+
+    def current(self, amax: torch.Tensor, record: bool, present: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the scale to use now for an operand of float32 scalar `amax`, and record it if asked to.
+
+        Of groups, those that are not `present`, bool [groups], are not recorded.
+        """
+
+    def pointers(self, record: bool) -> dict[str, torch.Tensor]:
+        """Return what kernels read of it and, with `record`, write, by the names of their arguments.
+
+        `scale_ptr` is the scale that is used whatever the operand holds. Without, `delayed_ptr` is the one to use where
+        `ready_ptr` is set.
+        """
+
+
+class TensorwiseCast:
+    """The launches that cast tensors of one shape with one scale.
+
+    Args:
+        shape: Of the tensors; with `both` [M, N].
+        dtype: Of the tensors.
+        fmt: The format.
+        policy: The rule for the scale.
+        both: Whether contiguous matrices are cast both ways.
+        with_scale: Whether the scale into FP8 is wanted, too.
+        one: Shape of a scale: () or (1,), which Inductor does not copy where a kernel writes it.
+
+    Attributes:
+        shape: As given.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        fmt: Format,
+        policy: ScalePolicy,
+        *,
+        both: bool = True,
+        with_scale: bool,
+        one: tuple[int, ...] = (),
+    ) -> None:
+        self.shape = torch.Size(shape)
+        self._turned = tuple(shape)[::-1] if both else None
+        self._fmt, self._policy, self._one, self._with_scale = fmt, policy, one, with_scale
+        self._name, self._codes = name_of(dtype), torch_dtype(fmt)
+        size = self.shape.numel()
+        self._amax = plans().amax(size, self._name)
+        # of an empty tensor, for which nothing is launched, the scale is 1
+        self._new = torch.empty if size else torch.ones
+        self._casts: dict = {}
+
+    def __call__(self, x: torch.Tensor, state: ScaleState | None = None, record: bool = False) -> Quantized:
+        """Cast a tensor.
+
+        Args:
+            x: With `both` contiguous.
+            state: Of delayed scaling: x is not empty then.
+            record: Whether delayed scaling observes x.
+        """
+        given = {} if state is None else state.pointers(record)
+        if "scale_ptr" not in given:
+            given["scale_ptr"] = bits = torch.zeros(1, dtype=torch.int32, device=x.device)
+            _triton.run(self._amax, x.device, x_ptr=x, amax_ptr=bits)
+        elif record:
+            given["amax_ptr"] = torch.zeros(2, dtype=torch.int32, device=x.device)
+        return self.by(x, given, state is not None and state.must_fit)
+
+    def by(self, x: torch.Tensor, given: dict[str, torch.Tensor], fits: bool = False) -> Quantized:
+        """Cast a tensor whose amax is known by its int32 bits [1], `scale_ptr`, or as `ScaleState.pointers` says."""
+        device, new = x.device, self._new
+        names = *given, fits
+        launch = self._casts.get(names)
+        if launch is None:
+            launch = self._casts[names] = self._decided(given, fits)
+        transposed = None
+        if self._turned is None:
+            given["y_ptr"] = codes = torch.empty_like(x, dtype=self._codes)
+        else:
+            given["y_ptr"] = codes = torch.empty(self.shape, dtype=self._codes, device=device)
+            given["yt_ptr"] = transposed = torch.empty(self._turned, dtype=self._codes, device=device)
+        given["scale_inv_ptr"] = scale_inv = new(self._one, dtype=torch.float32, device=device)
+        scale = None
+        if self._with_scale:
+            given["scale_out_ptr"] = scale = new(self._one, dtype=torch.float32, device=device)
+        _triton.run(launch, device, x_ptr=x, **given)
+        fmt = self._fmt
+        turned = None if transposed is None else Quantized(transposed, scale_inv, fmt, scale=scale)
+        return Quantized(codes, scale_inv, fmt, None, turned, scale)
+
+    def _decided(self, given: dict[str, torch.Tensor], fits: bool) -> object:
+        known, record, check = given["scale_ptr"].dtype == torch.float32, "own_key_ptr" in given, "late_ptr" in given
+        delayed = plans().Delayed(fits, record, check) if known or "delayed_ptr" in given else None
+        rule = {"policy": None if known else self._policy, "delayed": delayed}
+        if self._turned is None:
+            return plans().cast(self.shape.numel(), self._name, self._fmt, **rule)
+        return plans().cast_transpose(*self.shape, self._name, self._fmt, **rule, with_scale=self._with_scale)
+
+
+class RowsCast:
+    """The launches that cast contiguous matrices [M, N], M % 4 == 0, with scales of rows, and of columns transposed.
+
+    Two reads of the matrix.
+
+    Args:
+        shape: [M, N].
+        dtype: Of the matrices.
+        fmt: The format.
+        policy: The rule for the scales.
+        fold: Whether rows are multiplied by `fold` first; columns are not.
+
+    Attributes:
+        shape: As given.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, fmt: Format, policy: ScalePolicy, *, fold: bool = False
+    ) -> None:
+        self.shape = torch.Size(shape)
+        (m, n), name = shape, name_of(dtype)
+        self._fmt, self._sizes = fmt, (m, n)
+        self._amax = plans().amax_both(m, n, name, fold=fold)
+        self._scales = plans().scales_of_amax(m + n, fmt, policy)
+        self._cast = plans().cast_both(m, n, name, fmt, fold=fold)
+
+    def raw(self, x: torch.Tensor, fold: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """Return codes, those of the columns transposed, and scales into and back from FP8 of rows, then of columns."""
+        (m, n), device = self._sizes, x.device
+        given = {"x_ptr": x} if fold is None else {"x_ptr": x, "fold_ptr": fold}
+        keys = torch.zeros(m + n, dtype=torch.int32, device=device)
+        _triton.run(self._amax, device, **given, amax_ptr=keys)
+        scale = torch.empty(m + n, dtype=torch.float32, device=device)
+        scale_inv = torch.empty(m + n, dtype=torch.float32, device=device)
+        # the kernel takes keys for amax: those without a sign are their bits
+        _triton.run(self._scales, device, amax_ptr=keys.view(torch.float32), scale_ptr=scale, scale_inv_ptr=scale_inv)
+        codes = torch.empty((m, n), dtype=torch_dtype(self._fmt), device=device)
+        transposed = torch.empty((n, m), dtype=torch_dtype(self._fmt), device=device)
+        _triton.run(self._cast, device, **given, scale_ptr=scale, y_ptr=codes, yt_ptr=transposed)
+        return codes, transposed, scale, scale_inv
+
+    def __call__(
+        self, x: torch.Tensor, state: object = None, record: bool = False, fold: torch.Tensor | None = None
+    ) -> Quantized:
+        """Cast a matrix; `fold` is float32 [N]. Nothing is known of earlier steps."""
+        codes, transposed, _, scale_inv = self.raw(x, fold)
+        return of_both(self._fmt, codes, transposed, *scale_inv.view(-1, 1).split(self._sizes))
+
+
+class BlocksCast:
+    """The launch that casts contiguous matrices [M, N], M % 4 == 0, and their transposes, from one read.
+
+    Args:
+        shape: [M, N].
+        dtype: Of the matrices.
+        fmt: The format.
+        policy: The rule for the scales.
+        block: (1, 128) or (128, 128).
+
+    Attributes:
+        shape: As given.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, fmt: Format, policy: ScalePolicy, block: tuple[int, int]
+    ) -> None:
+        self.shape, self._fmt, self._block = torch.Size(shape), fmt, block
+        self._launch = plans().block_both(*shape, name_of(dtype), fmt, policy, square=block[0] != 1)
+
+    def raw(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return codes, those of the transpose, and the scales back from FP8 of both as `_kernels.block_both` plans."""
+        return _triton.launch(self._launch, x.device, x_ptr=x)
+
+    def __call__(self, x: torch.Tensor, state: object = None, record: bool = False) -> Quantized:
+        """Cast a matrix. Nothing is known of earlier steps."""
+        return of_blocks(self._fmt, self._block, *self.raw(x))
+
+
+def of_both(
+    fmt: Format, codes: torch.Tensor, transposed: torch.Tensor, scale_inv: torch.Tensor, turned_inv: torch.Tensor
+) -> Quantized:
+    """Return what was cast with scales of rows, and transposed with scales of columns."""
+    return Quantized(codes, scale_inv, fmt, None, Quantized(transposed, turned_inv, fmt))
+
+
+def of_blocks(
+    fmt: Format,
+    block: tuple[int, int],
+    codes: torch.Tensor,
+    transposed: torch.Tensor,
+    scale_inv: torch.Tensor,
+    turned_inv: torch.Tensor,
+) -> Quantized:
+    """Return what `BlocksCast.raw` made."""
+    if block[0] == 1:  # as cuBLAS reads them
+        scale_inv, turned_inv = scale_inv.t(), turned_inv.t()
+    return Quantized(codes, scale_inv, fmt, block, Quantized(transposed, turned_inv, fmt, block))
+
+
+def has_both(x: torch.Tensor) -> bool:
+    """Return whether there are kernels that cast x with scales of rows or blocks both ways."""
+    return x.ndim == 2 and x.is_contiguous() and x.numel() > 0 and x.shape[0] % 4 == 0
+
+
+KeptCast = TensorwiseCast | RowsCast | BlocksCast
+
+
+def kept_cast(x: torch.Tensor, shape: Sequence[int], cast: CastRecipe, *, fold: bool = False) -> KeptCast | None:
+    """Return what casts contiguous matrices both ways; None where no kernel does.
+
+    Args:
+        x: What the matrices are like, but for their shape.
+        shape: [M, N].
+        cast: How.
+        fold: Whether rows are folded, where they have scales.
+    """
+    fmt, policy, granularity = cast.fp8_format, cast.policy, cast.granularity
+    delayed = cast.scaling == "delayed" and granularity == "tensorwise"
+    if not (delayed or cast.scaling == "dynamic") or len(shape) != 2 or 0 in shape or policy.formula == "e8m0":
+        return None
+    if not takes(x, fmt, policy):
+        return None
+    if granularity == "tensorwise":
+        return TensorwiseCast(shape, x.dtype, fmt, policy, with_scale=False)
+    if shape[0] % 4:
+        return None
+    if granularity == "rowwise":
+        return RowsCast(shape, x.dtype, fmt, policy, fold=fold)
+    return BlocksCast(shape, x.dtype, fmt, policy, BLOCKS[granularity])
+
+
+def quantize_delayed(
+    x: torch.Tensor, state: ScaleState, fmt: Format, policy: ScalePolicy, *, record: bool, both: bool
+) -> Quantized | None:
+    """Return codes made with a scale of earlier steps, and the scales; None where no kernel does."""
+    if not x.numel() or not takes(x, fmt, policy):
+        return None
+    both = both and x.ndim == 2 and x.is_contiguous()
+    cast = TensorwiseCast(x.shape, x.dtype, fmt, policy, both=both, with_scale=True)
+    return cast(x if both else dense(x), state, record)
