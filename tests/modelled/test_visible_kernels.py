@@ -34,8 +34,8 @@ CASTS = {
     # Inductor casts the weight itself
     ("linear", "tensorwise_delayed"): {"cast_transpose": 2, "turn_rows": 1},
     ("linear", "rowwise"): {"amax_both": 2, "scales": 2, "cast_both": 2, "turn_rows": 1},
-    # activations and gradients are cast along rows and along columns, the weight in squares
-    ("linear", "blockwise"): {"block_1x128": 4, "block_128x128": 1, "turn_rows": 1},
+    # activations and gradients are cast along rows and along columns, the weight in squares, each from one read
+    ("linear", "blockwise"): {"block_both": 3},
 }
 """The launches of a forward and a backward."""
 

@@ -21,15 +21,14 @@ def experts(recipe):
 
 
 # Kernels of one forward and backward of a layer without FSDP, and of the update before the forward: input, weight,
-# gradient. The backward takes the weight's codes of the forward. The gradient of a weight contracts columns, which the
-# references cast on CPU for block-wise scaling. Of experts those of groups and rows are counted.
+# gradient. The backward takes the weight's codes of the forward. Of experts those of groups and rows are counted.
 GROUPS = ("group_amax", "group_cast")
 LAUNCHES = [
     (dense, "tensorwise", ["amax", "cast_transpose"] * 3),
     (dense, "tensorwise_delayed", ["delayed_update", *["cast_transpose"] * 3]),
     (dense, "rowwise", ["amax_both", "scales", "cast_both", "rowwise", "amax_both", "scales", "cast_both"]),
     (dense, "rowwise_with_gw_hp", ["rowwise"] * 3),
-    (dense, "blockwise", ["block_1x128", "block_128x128", "block_1x128"]),
+    (dense, "blockwise", ["block_both"] * 3),
     (experts, "tensorwise", [*GROUPS, "rowwise", *GROUPS]),
     (experts, "rowwise", ["rowwise", "rowwise", *GROUPS, *GROUPS, "rowwise"]),
 ]
