@@ -33,7 +33,7 @@ CASTS = {
     ("block", "tensorwise"): {"cast_transpose": 18},
     # Inductor casts the weight itself
     ("linear", "tensorwise_delayed"): {"cast_transpose": 2, "turn_rows": 1},
-    ("linear", "rowwise"): {"amax_both": 2, "scales": 2, "cast_both": 2, "turn_rows": 1},
+    ("linear", "rowwise"): {"amax_both": 2, "scales": 2, "cast_both": 2, "rowwise_turned": 1},
     # activations and gradients are cast along rows and along columns, the weight in squares, each from one read
     ("linear", "blockwise"): {"block_both": 3},
 }

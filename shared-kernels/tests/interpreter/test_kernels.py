@@ -140,3 +140,17 @@ def test_blocks_both_ways_are_two_casts_of_one_read(dtype, fmt, shape, square):
             assert_same_bits(got.scale_inv, f8.reciprocal(want.scale))
             # as cuBLAS reads them
             assert (got.scale_inv if square else got.scale_inv.t()).is_contiguous()
+
+
+@every_input
+def test_rows_and_the_same_codes_transposed(dtype, fmt, shape):
+    for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
+        made = casts.quantize_turned_rows(tensor(x), f8.get_format(fmt), f8.CANONICAL)
+        want = f8.quantize_rowwise(x, fmt)
+        assert (made.transposed is None) == bool(x.shape[0] % 4 or not x.size)
+        assert_same_bits(made.codes, want.data, fmt=fmt, source=x)
+        assert_same_bits(made.scale_inv, f8.reciprocal(want.scale))
+        if made.transposed is not None:
+            turned = np.ascontiguousarray(x.T)
+            assert_same_bits(made.transposed.codes, np.ascontiguousarray(want.data.T), fmt=fmt, source=turned)
+            assert_same_bits(made.transposed.scale_inv, f8.reciprocal(want.scale).T)

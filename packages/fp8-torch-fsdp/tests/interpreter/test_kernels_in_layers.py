@@ -26,8 +26,8 @@ GROUPS = ("group_amax", "group_cast")
 LAUNCHES = [
     (dense, "tensorwise", ["amax", "cast_transpose"] * 3),
     (dense, "tensorwise_delayed", ["delayed_update", *["cast_transpose"] * 3]),
-    (dense, "rowwise", ["amax_both", "scales", "cast_both", "rowwise", "amax_both", "scales", "cast_both"]),
-    (dense, "rowwise_with_gw_hp", ["rowwise"] * 3),
+    (dense, "rowwise", ["amax_both", "scales", "cast_both", "rowwise_turned", "amax_both", "scales", "cast_both"]),
+    (dense, "rowwise_with_gw_hp", ["rowwise", "rowwise_turned", "rowwise"]),
     (dense, "blockwise", ["block_both"] * 3),
     (experts, "tensorwise", [*GROUPS, "rowwise", *GROUPS]),
     (experts, "rowwise", ["rowwise", "rowwise", *GROUPS, *GROUPS, "rowwise"]),

@@ -16,7 +16,17 @@ from fp8_common.torch import numerics, rounding
 from fp8_common.torch._operators import operator, policy_key, policy_of_key
 from fp8_common.torch._triton import dense, fuses, hides, launch, matrix_of, name_of, plans, takes
 from fp8_common.torch.blocks import Block, amax_by, block_of, broadcasts, expand_blocks, scale_shape, split_blocks
-from fp8_common.torch.kept import BLOCKS, BlocksCast, RowsCast, TensorwiseCast, has_both, of_blocks, of_both
+from fp8_common.torch.kept import (
+    BLOCKS,
+    BlocksCast,
+    RowsCast,
+    TensorwiseCast,
+    TurnedRowsCast,
+    has_both,
+    of_blocks,
+    of_both,
+    of_turned_rows,
+)
 from fp8_common.torch.numerics import amax_of, as_float32, divide, torch_dtype
 from fp8_common.torch.quantized import Quantized
 
@@ -359,6 +369,32 @@ def rows_and_columns_op(
     scale = torch.cat([rows.scale.view(-1), columns.scale.view(-1)])
     scale_inv = torch.cat([rows.scale_inv.view(-1), columns.scale_inv.view(-1)])
     return rows.codes, columns.codes, scale, scale_inv
+
+
+def quantize_turned_rows(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Quantized:
+    """Return codes with a scale for each row, and where one launch writes both, the same transposed."""
+    if not has_both(x) or policy.formula == "e8m0":
+        return quantize_dynamic(x, fmt, policy, (1, 0))
+    if fuses(x):
+        return of_turned_rows(fmt, *turned_rows_op(x, fmt.name, policy_key(policy)))
+    if takes(x, fmt, policy):
+        return TurnedRowsCast(x.shape, x.dtype, fmt, policy)(x)
+    return quantize_dynamic(x, fmt, policy, (1, 0))
+
+
+@operator(
+    fake=lambda x, fmt, policy: (*_fake_transposed(x, fmt), x.new_empty(x.shape[:1], dtype=torch.float32)),
+    launches=True,
+)
+def turned_rows_op(x: torch.Tensor, fmt: str, policy: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `TurnedRowsCast.raw`: codes [M, N] of x [M, N], the same [N, M], and float32 scales back [M] of rows."""
+    form, rule = get_data_format(fmt), policy_of_key(policy)
+    x = x.contiguous()
+    if takes(x, form, rule):
+        kept: Any = TurnedRowsCast(x.shape, x.dtype, form, rule)
+        return kept.raw(x)
+    made = quantize_dynamic(x, form, rule, (1, 0))
+    return made.codes, _turned(made.codes), made.scale_inv.view(-1)
 
 
 def _fake_blocks_both(x: torch.Tensor, fmt: str, policy: str, square: bool) -> tuple[torch.Tensor, ...]:

@@ -182,6 +182,32 @@ class RowsCast:
         return of_both(self._fmt, codes, transposed, *scale_inv.view(-1, 1).split(self._sizes))
 
 
+class TurnedRowsCast:
+    """The launch that casts contiguous matrices [M, N], M % 4 == 0, with scales of rows, and writes them both ways.
+
+    Args:
+        shape: [M, N].
+        dtype: Of the matrices.
+        fmt: The format.
+        policy: The rule for the scales.
+
+    Attributes:
+        shape: As given.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, fmt: Format, policy: ScalePolicy) -> None:
+        self.shape, self._fmt = torch.Size(shape), fmt
+        self._launch = plans().rowwise_turned(*shape, name_of(dtype), fmt, policy)
+
+    def raw(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return codes [M, N], the same [N, M], and scales back from FP8 [M]."""
+        return _triton.launch(self._launch, x.device, x_ptr=x)
+
+    def __call__(self, x: torch.Tensor, state: object = None, record: bool = False) -> Quantized:
+        """Cast a matrix. Nothing is known of earlier steps."""
+        return of_turned_rows(self._fmt, *self.raw(x))
+
+
 class BlocksCast:
     """The launch that casts contiguous matrices [M, N], M % 4 == 0, and their transposes, from one read.
 
@@ -218,6 +244,11 @@ def of_both(
     return Quantized(codes, scale_inv, fmt, None, Quantized(transposed, turned_inv, fmt))
 
 
+def of_turned_rows(fmt: Format, codes: torch.Tensor, transposed: torch.Tensor, scale_inv: torch.Tensor) -> Quantized:
+    """Return what `TurnedRowsCast.raw` made: the transpose has the scales of its columns."""
+    return Quantized(codes, scale_inv[:, None], fmt, None, Quantized(transposed, scale_inv[None, :], fmt))
+
+
 def of_blocks(
     fmt: Format,
     block: tuple[int, int],
@@ -237,10 +268,12 @@ def has_both(x: torch.Tensor) -> bool:
     return x.ndim == 2 and x.is_contiguous() and x.numel() > 0 and x.shape[0] % 4 == 0
 
 
-KeptCast = TensorwiseCast | RowsCast | BlocksCast
+KeptCast = TensorwiseCast | RowsCast | TurnedRowsCast | BlocksCast
 
 
-def kept_cast(x: torch.Tensor, shape: Sequence[int], cast: CastRecipe, *, fold: bool = False) -> KeptCast | None:
+def kept_cast(
+    x: torch.Tensor, shape: Sequence[int], cast: CastRecipe, *, fold: bool = False, same_codes: bool = False
+) -> KeptCast | None:
     """Return what casts contiguous matrices both ways; None where no kernel does.
 
     Args:
@@ -248,6 +281,7 @@ def kept_cast(x: torch.Tensor, shape: Sequence[int], cast: CastRecipe, *, fold: 
         shape: [M, N].
         cast: How.
         fold: Whether rows are folded, where they have scales.
+        same_codes: Whether the transpose has the codes of the rows, and not codes with scales of columns: of weights.
     """
     fmt, policy, granularity = cast.fp8_format, cast.policy, cast.granularity
     delayed = cast.scaling == "delayed" and granularity == "tensorwise"
@@ -259,6 +293,8 @@ def kept_cast(x: torch.Tensor, shape: Sequence[int], cast: CastRecipe, *, fold: 
         return TensorwiseCast(shape, x.dtype, fmt, policy, with_scale=False)
     if shape[0] % 4:
         return None
+    if granularity == "rowwise" and same_codes:
+        return TurnedRowsCast(shape, x.dtype, fmt, policy)
     if granularity == "rowwise":
         return RowsCast(shape, x.dtype, fmt, policy, fold=fold)
     return BlocksCast(shape, x.dtype, fmt, policy, BLOCKS[granularity])

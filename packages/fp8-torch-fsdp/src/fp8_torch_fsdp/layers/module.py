@@ -100,8 +100,7 @@ class WeightMatmul:
         self.config, self.layout, self.scales = config, layout, scales
         self.parts: Mapping[str, Any] = {}
         self.kept: Decided[KeptCast | None] = Decided()
-        # rows of a weight are cast one way alone
-        self.casts_alone = config.weight.granularity != "rowwise" and not layout.stacked
+        self.casts_alone = not layout.stacked
         self.weight_cast: WeightCast = WeightCast.of(
             config.weight, stacked=layout.stacked, transposed=layout.transposed, delayed=scales.get("weight")
         )
@@ -152,7 +151,7 @@ class WeightMatmul:
         """Return the launches of a cast both ways, decided once for a shape, dtype and device."""
         key = plain.shape, plain.dtype, plain.device, type(plain)
         if key not in self.kept:
-            self.kept.keep(key, kept_cast(plain, plain.shape, self.config.weight))
+            self.kept.keep(key, kept_cast(plain, plain.shape, self.config.weight, same_codes=True))
         return self.kept[key]
 
 
@@ -210,7 +209,7 @@ class Float8Module(nn.Module):
         if torch.compiler.is_compiling():
             # Compilers keep what they cast themselves where it pays. Launches they would repeat in the backward.
             cast = self.fp8_config.weight
-            launched = cast.scaling == "dynamic" and cast.granularity != "rowwise"
+            launched = cast.scaling == "dynamic"
             keep_codes = launched and not isinstance(weight, GatheredWeight) and self.distribution.gather is None
         else:
             if self.fp8_config.all_gather or self.fp8[name].scales:

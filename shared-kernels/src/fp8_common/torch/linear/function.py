@@ -323,8 +323,6 @@ def _saved_input(config: LinearConfig, x: torch.Tensor, operand: Quantized, rows
 
 def _turned(config: LinearConfig, weight: Quantized) -> Quantized:
     """Return a weight as the gradient of the input contracts it."""
-    if config.shared.folds:
-        return weight
     if config.weight.granularity == "mx":  # blocks lie along what is contracted, and only one plane was gathered
         return quantize_operand(transpose(weight.dequantize()), config.weight)
     return weight.t()
@@ -343,7 +341,7 @@ def _grad_input(
         # dx = sum over n of dy[m, n] * s[n] * codes[n, k]: the scale of a row of w belongs to the dimension that is
         # contracted here, where no FP8 matmul can apply it.
         grad_operand = shared or _quantize_folded(rows, grad, weight.scale_inv, spec, None, both=False)
-        weight = Quantized(transpose(weight.codes), torch.ones_like(weight.scale_inv[..., 0, 0]), weight.fmt)
+        weight = Quantized(weight.codes, rows.ones(weight.codes), weight.fmt)
     else:
         grad_operand = shared or _quantize(rows, "grad_output", grad, spec, None, record=False, both=False)
     return rows.matmul(grad_operand, weight, options)

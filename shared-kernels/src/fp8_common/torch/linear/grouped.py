@@ -89,12 +89,16 @@ class RowGroups(Groups, Rows):
         return Quantized(codes, casts.reciprocal(scale), fmt)
 
     def quantize_folded(self, x: torch.Tensor, weight_inv: torch.Tensor, cast: CastRecipe, *, both: bool) -> Quantized:
-        """Quantize float32(x) * the float32 scales [count, columns, 1] of the rows of each group's weight."""
-        fold = weight_inv[..., 0]
+        """Quantize float32(x) * the float32 scales of the rows of each group's weight, [count, columns, 1] or turned."""
+        fold = weight_inv.flatten(-2)
         if cast.granularity == "rowwise":
             folds, fmt = torch.cat([fold, torch.ones_like(fold[:1])]), cast.fp8_format
             return casts.quantize_dynamic(x, fmt, cast.policy, (1, 0), fold=folds, groups=self.of_row)
         return self.quantize(x.float() * self.per_row(fold), cast, None, record=False, both=both)
+
+    def ones(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return scales [count] that change nothing, for the codes of a weight whose scales were folded."""
+        return codes.new_ones(self.count, dtype=torch.float32)
 
     def quantize_over_rows(self, x: torch.Tensor, cast: CastRecipe) -> Quantized:
         """Quantize [rows, columns] for a matmul that is contracted over the rows of each group.

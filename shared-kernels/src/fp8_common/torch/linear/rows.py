@@ -35,8 +35,12 @@ class Rows:
         return quantize_operand(x, cast, delayed, record=record, both=both)
 
     def quantize_folded(self, x: torch.Tensor, weight_inv: torch.Tensor, cast: CastRecipe, *, both: bool) -> Quantized:
-        """Quantize float32(x) * the float32 scales [columns, 1] back from FP8 of the weight's rows, [rows, columns]."""
+        """Quantize float32(x) * the float32 scales back from FP8 of the weight's rows, [columns, 1] or turned."""
         return quantize_folded(x, weight_inv.reshape(-1), cast, both=both)
+
+    def ones(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return scales that change nothing, for the codes [N, K] of a weight whose scales were folded."""
+        return codes.new_ones((codes.shape[0], 1), dtype=torch.float32)
 
     def quantize_over_rows(self, x: torch.Tensor, cast: CastRecipe) -> Quantized:
         """Quantize [rows, columns] for a matmul that is contracted over the rows."""

@@ -170,7 +170,10 @@ class ScaleGrid:
         `both` says whether the same codes are wanted transposed, too.
         """
         # compiled, one launch writes what the output and the gradient of the input need
-        both = self.block in (None, (128, 128)) and (both or casts.fuses(weight))
+        both = both or casts.fuses(weight)
+        if both and self.block == (1, 0):
+            return casts.quantize_turned_rows(weight, self.cast.fp8_format, self.cast.policy)
+        both = both and self.block in (None, (128, 128))
         return casts.quantize_dynamic(weight, self.cast.fp8_format, self.cast.policy, self.block, both=both)
 
     def quantize_and_compare(
