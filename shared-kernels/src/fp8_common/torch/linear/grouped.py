@@ -89,7 +89,7 @@ class RowGroups(Groups, Rows):
         return Quantized(codes, casts.reciprocal(scale), fmt)
 
     def quantize_folded(self, x: torch.Tensor, weight_inv: torch.Tensor, cast: CastRecipe, *, both: bool) -> Quantized:
-        """Quantize float32(x) * the float32 scales of the rows of each group's weight, [count, columns, 1] or turned."""
+        """Quantize float32(x) * the float32 scales of the rows of each group's weight, [count, N, 1] or turned."""
         fold = weight_inv.flatten(-2)
         if cast.granularity == "rowwise":
             folds, fmt = torch.cat([fold, torch.ones_like(fold[:1])]), cast.fp8_format
