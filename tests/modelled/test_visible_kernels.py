@@ -31,8 +31,7 @@ CASTS = {
     ("linear", "tensorwise"): {"cast_transpose": 3},
     # seven weights and gradients, four inputs
     ("block", "tensorwise"): {"cast_transpose": 18},
-    # Inductor casts the weight itself
-    ("linear", "tensorwise_delayed"): {"cast_transpose": 2, "turn_rows": 1},
+    ("linear", "tensorwise_delayed"): {"cast_transpose": 3},
     ("linear", "rowwise"): {"amax_both": 2, "scales": 2, "cast_both": 2, "rowwise_turned": 1},
     # activations and gradients are cast along rows and along columns, the weight in squares, each from one read
     ("linear", "blockwise"): {"block_both": 3},

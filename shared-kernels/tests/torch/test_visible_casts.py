@@ -8,7 +8,8 @@ import fp8_common as f8
 from fp8_common.presets import deepgemm, flax, msamp, te_current, te_delayed, torchao
 from fp8_common.testing import adversarial, adversarial_amax, assert_same_bits
 from fp8_common.testing.compare import as_numpy
-from fp8_common.torch import _triton, casts
+from fp8_common.torch import _triton, casts, delayed, numerics
+from fp8_common.torch._operators import policy_key
 from fp8_common.torch.compat import assume_constant_result
 from tests.helpers.conformance_implementations import as_tensor
 from tests.helpers.kernel_inputs import DTYPES
@@ -82,6 +83,30 @@ def test_every_cast_of_a_matrix(name, dtype, fmt):
         assert_rows(made, turned if name == "columns" else folded, fmt)
         if made.transposed is not None:
             assert_rows(made.transposed, turned, fmt)
+
+
+@pytest.mark.parametrize("late", [None, False, True])
+@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_a_scale_of_earlier_steps(fmt, ready, late):
+    x = np.random.default_rng(2).normal(size=(48, 96)).astype(DTYPES["bfloat16"])
+    flags = torch.tensor(ready), None if late is None else torch.tensor(late)
+
+    @compiled
+    def program(x, scale, fits):
+        policy = policy_key(te_delayed())
+        return delayed.cast_delayed_op(x, numerics.amax_of(x), scale, *flags, fmt, policy, fits)
+
+    dynamic = f8.amax_to_scale(f8.amax(x), fmt, te_delayed())
+    for earlier, fits in ((dynamic / 4, False), (dynamic / 4, True), (dynamic / 2, True)):
+        used = ready and (not fits or earlier * 2 >= dynamic)
+        want = np.float32(np.nan) if used and late else earlier if used else dynamic
+        codes, transposed, scale, scale_inv = program(as_tensor(x), torch.tensor(earlier), fits)
+        assert_same_bits(scale, want)
+        assert_same_bits(scale_inv, f8.reciprocal(want))
+        assert_same_bits(codes, f8.quantize(x, want, fmt), fmt=fmt, source=x)
+        turned = np.ascontiguousarray(x.T)
+        assert_same_bits(transposed, f8.quantize(turned, want, fmt), fmt=fmt, source=turned)
 
 
 def test_every_rule_for_scales():

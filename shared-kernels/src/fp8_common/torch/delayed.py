@@ -5,19 +5,21 @@ On a GPU `roll_histories` is one launch for all tensors that share a rule.
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 
 from fp8_common._reference.scaling import INF_KEY
-from fp8_common.formats import get_data_format
+from fp8_common.formats import Format, get_data_format
 from fp8_common.policy import ScalePolicy
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch import _triton as triton
-from fp8_common.torch import numerics
+from fp8_common.torch import numerics, rounding
 from fp8_common.torch._operators import operator, policy_key, policy_of_key
 from fp8_common.torch.casts import scale_from_amax
 from fp8_common.torch.compat import FakeTensor
-from fp8_common.torch.numerics import amax_bits, of_amax_bits
+from fp8_common.torch.kept import TensorwiseCast
+from fp8_common.torch.numerics import amax_bits, of_amax_bits, torch_dtype
 
 UNOBSERVED = -1
 """Bits of an operand that was not observed; below every amax, so that MAX ignores it."""
@@ -28,6 +30,20 @@ def observed_bits(amax: torch.Tensor) -> torch.Tensor:
     bits = amax_bits(amax)
     # Marked before ranks are combined by MAX: an infinity on one rank must not hide what the others observed.
     return torch.where(bits >= INF_KEY, UNOBSERVED, bits)
+
+
+def fitting(ready: torch.Tensor, scale: torch.Tensor, dynamic: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return where the scales of earlier steps are ready, clip no more than the format rounds, and waste no range.
+
+    Args:
+        ready: bool [n] or scalar.
+        scale: float32 of the same shape, from earlier steps.
+        dynamic: float32 of the same shape, from the amax of now.
+        fmt: Of the operands.
+    """
+    # half a unit of the last place: 1 + 2^-4 for E4M3, 1 + 2^-3 for E5M2
+    bound = 1 + 2.0 ** -(fmt.mantissa_bits + 1)
+    return ready & (scale <= bound * dynamic) & (2 * scale >= dynamic)
 
 
 def roll_histories(
@@ -120,3 +136,47 @@ def _has_format(names: tuple[str, ...], name: str, device: torch.device) -> torc
     """Return bool [T]: whether each of `names` is `name`; sent to the device once."""
     triton.refuse_in_capture(device, "a list of formats")
     return torch.tensor([other == name for other in names], device=device)
+
+
+@operator(
+    fake=lambda x, amax, delayed, ready, late, fmt, policy, fits: (
+        *(x.new_empty(shape, dtype=torch_dtype(fmt)) for shape in (x.shape, x.shape[::-1])),
+        *(delayed.new_empty(()) for _ in range(2)),
+    ),
+    launches=True,
+)
+def cast_delayed_op(
+    x: torch.Tensor,
+    amax: torch.Tensor,
+    delayed: torch.Tensor,
+    ready: torch.Tensor,
+    late: torch.Tensor | None,
+    fmt: str,
+    policy: str,
+    fits: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes [M, N] of x [M, N], the same [N, M], and the scalar scales into and back from FP8.
+
+    Args:
+        x: The matrix.
+        amax: float32, that of x.
+        delayed: float32 scalar, the scale of earlier steps.
+        ready: bool scalar, whether there is one.
+        late: bool scalar, whether it must not be used any more; None asks nothing.
+        fmt: The format.
+        policy: `policy_key` of the rule for another scale.
+        fits: Whether the scale of earlier steps must fit x.
+    """
+    form, rule = get_data_format(fmt), policy_of_key(policy)
+    x = x.contiguous()
+    if triton.takes(x, form, rule):
+        cast = TensorwiseCast(x.shape, x.dtype, form, rule, with_scale=True, one=(1,))
+        # an amax has no sign, so its bits are those that kernels take
+        given = {"scale_ptr": amax.view(torch.int32).reshape(1), "delayed_ptr": delayed, "ready_ptr": ready}
+        made: Any = cast.by(x, given if late is None else given | {"late_ptr": late}, fits)
+        return made.codes, made.transposed.codes, made.scale.view(()), made.scale_inv.view(())
+    dynamic = numerics.scale_from_amax(amax, form, rule)
+    usable = fitting(ready, delayed, dynamic, form) if fits else ready
+    scale = torch.where(usable, delayed if late is None else delayed.masked_fill(late, torch.nan), dynamic)
+    codes = rounding.quantize(x, scale, form)
+    return codes, codes.view(torch.uint8).t().contiguous().view(codes.dtype), scale, numerics.divide(1.0, scale)

@@ -41,6 +41,12 @@ class ScaleState(Protocol):
         Of groups, those that are not `present`, bool [groups], are not recorded.
         """
 
+    def flagged(self, amax: torch.Tensor, record: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Record the amax of an operand, if asked to, and return `scale`, whether it is ready, and whether it is late.
+
+        The last two are bool scalars; None asks nothing.
+        """
+
     def pointers(self, record: bool) -> dict[str, torch.Tensor]:
         """Return what kernels read of it and, with `record`, write, by the names of their arguments.
 

@@ -209,7 +209,7 @@ class Float8Module(nn.Module):
         if torch.compiler.is_compiling():
             # Compilers keep what they cast themselves where it pays. Launches they would repeat in the backward.
             cast = self.fp8_config.weight
-            launched = cast.scaling == "dynamic"
+            launched = cast.scaling != "static"
             keep_codes = launched and not isinstance(weight, GatheredWeight) and self.distribution.gather is None
         else:
             if self.fp8_config.all_gather or self.fp8[name].scales:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8_common import CastRecipe, Format, Fp8Error
+from fp8_common import CastRecipe, Fp8Error
 from fp8_common.torch import casts, delayed, foreach
 from fp8_common.torch.compat import copy_each, keep_versions
 from fp8_common.torch.sharding.fsdp_forwards import in_backward
@@ -126,7 +126,7 @@ class DelayedScale(nn.Module):
 
     def usable(self, dynamic: torch.Tensor) -> torch.Tensor:
         """Return whether `scale` is the one to use where the operand's own amax would give float32 `dynamic`."""
-        return fitting(self.ready, self.scale, dynamic, self.cast.fp8_format) if self.must_fit else self.ready
+        return delayed.fitting(self.ready, self.scale, dynamic, self.cast.fp8_format) if self.must_fit else self.ready
 
     def current(self, amax: torch.Tensor, record: bool, present: torch.Tensor | None = None) -> torch.Tensor:
         """Return the scale to use now for an operand of float32 scalar `amax`, and record it if asked to.
@@ -156,6 +156,12 @@ class DelayedScale(nn.Module):
         dynamic = casts.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
         return torch.where(self.usable(dynamic), scale, dynamic)
 
+    def flagged(self, amax: torch.Tensor, record: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Record float32 scalar `amax`, if asked to; return the scale, whether it is ready, and whether it is late."""
+        if record:
+            self.observe(amax)
+        return self.scale, self.ready, self.late if self._must_be_synchronized(record) else None
+
     def pointers(self, record: bool) -> dict[str, torch.Tensor]:
         """Return what kernels read and, with `record`, write, by the names of their arguments."""
         own: Any = self._buffers  # attributes of modules cost the host a function each
@@ -184,20 +190,6 @@ class DelayedScale(nn.Module):
         """Show the configuration."""
         each = f", experts={self.count}" if self.shape else ""
         return f"{self.cast.format}, history={self.cast.policy.history}, initial={self.initial}{each}"
-
-
-def fitting(ready: torch.Tensor, scale: torch.Tensor, dynamic: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return where the scales of earlier steps are ready, clip no more than the format rounds, and waste no range.
-
-    Args:
-        ready: bool [n] or scalar.
-        scale: float32 of the same shape, from earlier steps.
-        dynamic: float32 of the same shape, from the amax of now.
-        fmt: Of the operands.
-    """
-    # half a unit of the last place: 1 + 2^-4 for E4M3, 1 + 2^-3 for E5M2
-    bound = 1 + 2.0 ** -(fmt.mantissa_bits + 1)
-    return ready & (scale <= bound * dynamic) & (2 * scale >= dynamic)
 
 
 def delayed_scales(model: nn.Module) -> list[DelayedScale]:
@@ -242,7 +234,7 @@ def in_use(scales: Sequence[DelayedScale], dynamic: torch.Tensor) -> torch.Tenso
     """
     ready, scale = stacked(scales, "ready"), stacked(scales, "scale")
     if scales[0].must_fit:
-        ready = fitting(ready, scale, dynamic, scales[0].cast.fp8_format)
+        ready = delayed.fitting(ready, scale, dynamic, scales[0].cast.fp8_format)
     return torch.where(ready, scale, dynamic)
 
 

@@ -72,7 +72,7 @@ class WeightCast:
         region = Region.whole(weight.shape)
         if grid.block is None:
             # compiled, one launch writes what the output and the gradient of the input need
-            both = both or (cast.scaling == "dynamic" and casts.fuses(weight))
+            both = both or (cast.scaling != "static" and casts.fuses(weight))
             return quantize_tensorwise(weight, cast, self.delayed, record=record, group=group, both=both)
         if self.delayed is not None:
             amax = grid.amax_bits(weight, region).view(torch.float32)

@@ -6,8 +6,10 @@ import torch.distributed as dist
 from fp8_common.formats import FORMATS, Format
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch import casts
+from fp8_common.torch._operators import policy_key
+from fp8_common.torch.delayed import cast_delayed_op
 from fp8_common.torch.kept import ScaleState, quantize_delayed
-from fp8_common.torch.numerics import amax_bits, of_amax_bits
+from fp8_common.torch.numerics import amax_bits, amax_of, of_amax_bits
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch.sharding.agreement import max_over_ranks
 
@@ -83,6 +85,12 @@ def quantize_tensorwise(
         codes, amax, transposed = casts.quantize_with_amax(x, delayed.scale, fmt, both=both)
         scale = delayed.current(amax, record)
         return _quantized(codes, transposed, scale, casts.reciprocal(scale), fmt)
+    if delayed is not None and group is None and both and casts.fuses(x) and x.ndim == 2 and x.is_contiguous():
+        # The amax becomes a part of what makes x, and one launch does the rest.
+        amax = amax_of(x)
+        scaling = cast.format, policy_key(cast.policy), delayed.must_fit
+        codes, transposed, scale, scale_inv = cast_delayed_op(x, amax, *delayed.flagged(amax, record), *scaling)
+        return _quantized(codes, transposed, scale, scale_inv, fmt)
     # Two passes from here on: the cast has to wait for the amax of all ranks, or for a first scale.
     amax = casts.amax(x)
     if group is not None:
