@@ -9,6 +9,7 @@ import torch
 from torch.library import opcheck
 
 import fp8_common as f8
+import fp8_common.torch.foreach
 import fp8_common.torch.linear.grouped
 from fp8_common import torch as f8t
 from fp8_common.presets import te_delayed

@@ -90,11 +90,10 @@ def test_every_cast_of_a_matrix(name, dtype, fmt):
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_a_scale_of_earlier_steps(fmt, ready, late):
     x = np.random.default_rng(2).normal(size=(48, 96)).astype(DTYPES["bfloat16"])
-    flags = torch.tensor(ready), None if late is None else torch.tensor(late)
+    flags, policy = (torch.tensor(ready), None if late is None else torch.tensor(late)), policy_key(te_delayed())
 
     @compiled
     def program(x, scale, fits):
-        policy = policy_key(te_delayed())
         return delayed.cast_delayed_op(x, numerics.amax_of(x), scale, *flags, fmt, policy, fits)
 
     dynamic = f8.amax_to_scale(f8.amax(x), fmt, te_delayed())
