@@ -19,7 +19,7 @@ from tests.helpers.fsdp_models import converted, mesh_of, seeded, with_delayed
 from tests.helpers.fsdp_training import batch, train
 from tests.helpers.ranks import on_ranks
 
-# What one forward and backward of one layer without FSDP casts: each operand once for each matmul that needs other codes.
+# What one forward and backward of one layer without FSDP casts: an operand once for each matmul that needs other codes.
 EXPECTED = {
     "tensorwise": ("tensorwise", {}, {"quantize_dynamic": 3}),
     "delayed, first step measured": ("tensorwise_delayed", {}, {"amax": 3, "quantize": 3}),
