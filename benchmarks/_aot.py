@@ -144,7 +144,7 @@ def cases(dtype: str = "bfloat16", fmt: str = "e4m3", square: tuple[int, int] = 
         ("cast + transpose, fitting", k.cast_transpose(*square, *x, policy=CANONICAL, delayed=FITTING), tile, b, 2, 8),
         ("delayed update", k.delayed_update(400, 16, CANONICAL), 512, 0, 0, 99),
         ("pack gradients, stochastic", k.pack_gradients(rows, columns, pitches, *x, random=(0, 0)), 128 * 16, b, 1, 1),
-        ("rows cleared", k.clear_rows(*square, dtype), 4096, 0, b, 4),
+        ("rows cleared", k.clear_rows(*square, dtype), 16 * 1024, 0, b, 17),
     )
     return [
         *(Case(*row, tail=True) for row in in_flat_memory),

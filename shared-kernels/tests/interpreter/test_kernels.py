@@ -142,15 +142,22 @@ def test_blocks_both_ways_are_two_casts_of_one_read(dtype, fmt, shape, square):
             assert (got.scale_inv if square else got.scale_inv.t()).is_contiguous()
 
 
+@pytest.mark.parametrize("count", [1, 3])
 @every_input
-def test_rows_and_the_same_codes_transposed(dtype, fmt, shape):
-    for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
-        made = casts.quantize_turned_rows(tensor(x), f8.get_format(fmt), f8.CANONICAL)
+def test_rows_and_the_same_codes_transposed(dtype, fmt, shape, count):
+    form = f8.get_format(fmt)
+    for one in (planted(shape, dtype, fmt), calm(shape, dtype)):
+        x = (
+            one
+            if count == 1
+            else np.stack([one, *(calm(shape, dtype) * 2.0**i for i in range(1, count))]).astype(one.dtype)
+        )
+        made = casts.quantize_turned_rows(tensor(x), form, f8.CANONICAL)
         want = f8.quantize_rowwise(x, fmt)
-        assert (made.transposed is None) == bool(x.shape[0] % 4 or not x.size)
+        assert (made.transposed is None) == bool(shape[0] % 4 or not x.size)
         assert_same_bits(made.codes, want.data, fmt=fmt, source=x)
         assert_same_bits(made.scale_inv, f8.reciprocal(want.scale))
         if made.transposed is not None:
-            turned = np.ascontiguousarray(x.T)
-            assert_same_bits(made.transposed.codes, np.ascontiguousarray(want.data.T), fmt=fmt, source=turned)
-            assert_same_bits(made.transposed.scale_inv, f8.reciprocal(want.scale).T)
+            turned, codes, scale = (np.ascontiguousarray(np.swapaxes(y, -1, -2)) for y in (x, want.data, want.scale))
+            assert_same_bits(made.transposed.codes, codes, fmt=fmt, source=turned)
+            assert_same_bits(made.transposed.scale_inv, f8.reciprocal(scale))

@@ -10,11 +10,12 @@ from fp8_common import E4M3, E5M2, Fp8Error
 from fp8_common.torch import _triton, casts
 from fp8_common.torch.compat import assume_constant_result
 from fp8_common.torch.linear import grouped_matmul, segments
-from fp8_common.torch.linear.config import LinearConfig
+from fp8_common.torch.linear.config import GemmConfig, LinearConfig
 from fp8_common.torch.linear.function import LinearSpec, fp8_linear
 from fp8_common.torch.linear.grouped import RowGroups
 from fp8_common.torch.linear.grouped_matmul import path_of
 from fp8_common.torch.linear.matmul import MatmulOptions
+from fp8_common.torch.linear.plan import decide
 from fp8_common.torch.linear.segments import Groups, zero_rows
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch.sharding.scale_grid import ScaleGrid
@@ -142,6 +143,15 @@ def test_decoded_groups_are_the_looped_ones(monkeypatch, products, recipe):
         torch.testing.assert_close(actual, wanted, rtol=2e-2, atol=0)
 
 
+@pytest.mark.parametrize(("gemms", "wanted"), [(GemmConfig(), True), (GemmConfig(fast_accum_grad_weight=False), False)])
+def test_gradients_of_groups_are_accumulated_fast_by_default(gemms, wanted):
+    config, x = LinearConfig(gemms=gemms), torch.ones(4, 8)
+    for grouped in (True, False):
+        plan = decide(config, x, 8, x.dtype, casts_rows=False, grouped=grouped)
+        fast = [own.use_fast_accum for own in (plan.output, plan.grad_input, plan.grad_weight)]
+        assert fast == ([True, True, wanted] if grouped else [True, False, False])
+
+
 def test_which_products_are_made_of_codes(products):
     options = MatmulOptions(torch.bfloat16, emulate=False)
     codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn)
@@ -183,7 +193,11 @@ def test_where_only_the_device_knows_that_offsets_do_not_fit_results_are_nan(off
     """An assertion would end the process there."""
     operand = Quantized(torch.zeros(3, 4, 8, dtype=torch.float8_e4m3fn), torch.ones(3), E4M3)
     groups = RowGroups(torch.tensor(offsets).as_subclass(OffsetsOnAGpu), 5)
-    assert groups.checked(operand).scale_inv.isnan().all() == (not fit)
+    checked = groups.checked(operand)
+    assert checked.scale_inv.isnan().all() == (not fit)
+    rows = Quantized(operand.codes, torch.ones(3, 4, 1), E4M3, transposed=Quantized(operand.codes.mT, None, E4M3))
+    assert groups.checked(rows).transposed.scale_inv.shape == (3, 1, 4)
+    assert groups.checked(rows).transposed.scale_inv.isnan().all() == (not fit)
     ends = groups.offsets.tolist()
     assert ends == sorted(ends), "the kernels of torch end the process at offsets that fall"
     assert 0 <= ends[0] <= ends[-1] <= 5, "and at those that lead past the rows"

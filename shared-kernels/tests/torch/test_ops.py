@@ -49,6 +49,7 @@ OPERATORS = {
     "rows_and_columns": (X, None, "e4m3", POLICY),
     "rows_and_columns_of_folded_rows": (X, torch.linspace(0.5, 2, 40), "e4m3", POLICY),
     "turned_rows": (X, "e4m3", POLICY),
+    "turned_rows_of_stacks": (X.reshape(2, 4, 20), "e4m3", POLICY),
     "blocks_both": (X, "e4m3", POLICY, False),
     "blocks_both_of_squares": (X, "e4m3", POLICY, True),
     "quantize_mx": (X, "e4m3", "rceil"),

@@ -119,18 +119,28 @@ def turn_rows_kernel(
 
 @triton.jit(do_not_specialize=["M", "N"])
 def clear_rows_kernel(
-    y_ptr, keep_ptr, M: tl.int32, N: tl.int64, ALIGNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+    y_ptr,
+    keep_ptr,
+    M: tl.int32,
+    N: tl.int64,
+    ALIGNED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
 ):
-    """Set the rows of y [M, N] to zero whose byte in `keep` [M] is 0; what is kept is not read."""
+    """Set the rows of y [M, N] to zero whose byte in `keep` [M] is 0; what is kept is not read.
+
+    Each of PARTS programs clears its columns of BM rows; nearly always there are none to clear.
+    """
     if ALIGNED:
         N = multiple_of_16(N)
-    tiles_n = tl.cdiv(N, BN)
-    tile = tl.program_id(0).to(tl.int64)
-    r = ((tile // tiles_n) * BM + tl.arange(0, BM))[:, None]
-    c = ((tile % tiles_n) * BN + tl.arange(0, BN))[None, :]
+    r = ((tl.program_id(0) // PARTS).to(tl.int64) * BM + tl.arange(0, BM))[:, None]
     keep = tl.load(keep_ptr + r, mask=r < M, other=1)
-    zero = tl.zeros((BM, BN), y_ptr.dtype.element_ty)
-    tl.store(y_ptr + r * N + c, zero, mask=(keep == 0) & (c < N))
+    if tl.min(tl.min(keep, axis=1), axis=0) == 0:
+        zero = tl.zeros((BM, BN), y_ptr.dtype.element_ty)
+        for n in range((tl.program_id(0) % PARTS).to(tl.int64) * BN, N, PARTS * BN):
+            c = n + tl.arange(0, BN)[None, :]
+            tl.store(y_ptr + r * N + c, zero, mask=(keep == 0) & (c < N))
 
 
 @plan
@@ -185,13 +195,17 @@ def turn_rows(p: int, n: int) -> Launch:
 @plan
 def clear_rows(m: int, n: int, dtype: str) -> Launch:
     """Plan zeros in the rows of y [m, n] that bytes [m] of 0 name."""
+    bm, bn = 16, 1024
+    tiles = tile_count(m, bm)
+    # programs for some 1000 processors: rows are many and short, or few and long
+    parts = max(1, min(tile_count(n, bn), 1024 // max(tiles, 1)))
     return Launch(
         kernel=clear_rows_kernel,
-        grid=tile_count(m, 4) * tile_count(n, 1024),
+        grid=tiles * parts if n else 0,
         inputs={"keep_ptr": "uint8"},
         outputs={"y_ptr": Out((m, n), input_dtype(dtype))},
         scalars={"M": m, "N": n},
-        constants={"ALIGNED": n % 16 == 0, "BM": 4, "BN": 1024},
+        constants={"ALIGNED": n % 16 == 0, "PARTS": parts, "BM": bm, "BN": bn},
         num_warps=4,
         updated=("y_ptr",),
     )

@@ -227,10 +227,20 @@ def rowwise_turned_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Make y with scales of rows, and its transpose, M % 4 == 0; the second read of x comes from the L2 cache."""
+    """Make y with scales of rows, and its transpose, M % 4 == 0; the second read of x comes from the L2 cache.
+
+    x is a stack of matrices [M, N], one after the other.
+    """
     if ALIGNED:
         M, N = multiple_of_16(M), multiple_of_16(N)
-    m0 = tl.program_id(0) * BM
+    tiles_m = tl.cdiv(M, BM)
+    # where the matrix begins
+    first = (tl.program_id(0) // tiles_m).to(tl.int64) * M
+    m0 = (tl.program_id(0) % tiles_m) * BM
+    x_ptr += first * N
+    y_ptr += first * N
+    yt_ptr += first * N
+    scale_inv_ptr += first
     r = m0 + 4 * tl.arange(0, BM // 4)
     inside = r < M
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -340,19 +350,21 @@ def cast_both(m: int, n: int, dtype: str, fmt: str | Format, *, fold: bool = Fal
 
 
 @plan
-def rowwise_turned(m: int, n: int, dtype: str, fmt: str | Format, policy: ScalePolicy = CANONICAL) -> Launch:
-    """Plan one scale per row of x [m, n], m % 4 == 0: the codes, the same transposed, and the scales back [m].
+def rowwise_turned(
+    m: int, n: int, dtype: str, fmt: str | Format, policy: ScalePolicy = CANONICAL, count: int = 1
+) -> Launch:
+    """Plan one scale per row of `count` matrices [m, n], m % 4 == 0: codes, the same transposed, and scales back.
 
     What a weight is needed as: its rows are folded into what its transpose is multiplied by.
     """
     return Launch(
         kernel=rowwise_turned_kernel,
-        grid=tile_count(m, 32) if n else 0,
+        grid=count * tile_count(m, 32) if n else 0,
         inputs={"x_ptr": input_dtype(dtype)},
         outputs={
-            "y_ptr": codes((m, n), fmt),
-            "yt_ptr": codes((n, m), fmt),
-            "scale_inv_ptr": Out((m,), "float32"),
+            "y_ptr": codes((count * m, n), fmt),
+            "yt_ptr": codes((count * n, m), fmt),
+            "scale_inv_ptr": Out((count * m,), "float32"),
         },
         scalars=matrix_sizes(m, n),
         # 32 rows are 8 words of the transpose; with more rows a GPU has fewer programs than processors

@@ -137,7 +137,7 @@ def _fake_transposed(x: torch.Tensor, fmt: str) -> Pair:
 
 def _turned(codes: torch.Tensor) -> torch.Tensor:
     # as uint8, which all operations support
-    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+    return codes.view(torch.uint8).mT.contiguous().view(codes.dtype)
 
 
 @operator(fake=lambda x, scale, fmt: torch.empty_like(x, dtype=torch_dtype(fmt)))
@@ -224,7 +224,8 @@ def quantize_dynamic(
     compiling = torch.compiler.is_compiling()
     if compiling and both and block is not None and block in BLOCKS.values() and fuses(x) and has_both(x):
         return of_blocks(fmt, block, *blocks_both_op(x, fmt.name, policy_key(policy), block[0] != 1))
-    if compiling and (not broadcasts(block) or hides(x)):
+    # Of groups, a compiler would store the folded float32 values.
+    if compiling and (not broadcasts(block) or groups is not None or hides(x)):
         made = quantize_dynamic_op(x, fold, groups, fmt.name, policy_key(policy), list(block or ()))
         return _quantized(*made, fmt, block)
     if compiling and both and block is None and x.ndim == 2 and x.is_contiguous():
@@ -373,7 +374,7 @@ def rows_and_columns_op(
 
 def quantize_turned_rows(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Quantized:
     """Return codes with a scale for each row, and where one launch writes both, the same transposed."""
-    if not has_both(x) or policy.formula == "e8m0":
+    if not has_both(x, stacks=True) or policy.formula == "e8m0":
         return quantize_dynamic(x, fmt, policy, (1, 0))
     if fuses(x):
         return of_turned_rows(fmt, *turned_rows_op(x, fmt.name, policy_key(policy)))
@@ -383,18 +384,21 @@ def quantize_turned_rows(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Q
 
 
 @operator(
-    fake=lambda x, fmt, policy: (*_fake_transposed(x, fmt), x.new_empty(x.shape[:1], dtype=torch.float32)),
+    fake=lambda x, fmt, policy: (
+        *(x.new_empty(shape, dtype=torch_dtype(fmt)) for shape in (x.shape, x.mT.shape)),
+        x.new_empty(x.shape[:-1], dtype=torch.float32),
+    ),
     launches=True,
 )
 def turned_rows_op(x: torch.Tensor, fmt: str, policy: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return `TurnedRowsCast.raw`: codes [M, N] of x [M, N], the same [N, M], and float32 scales back [M] of rows."""
+    """Return `TurnedRowsCast.raw`: codes of x [..., M, N], the same [..., N, M], and float32 scales back [..., M]."""
     form, rule = get_data_format(fmt), policy_of_key(policy)
     x = x.contiguous()
     if takes(x, form, rule):
         kept: Any = TurnedRowsCast(x.shape, x.dtype, form, rule)
         return kept.raw(x)
     made = quantize_dynamic(x, form, rule, (1, 0))
-    return made.codes, _turned(made.codes), made.scale_inv.view(-1)
+    return made.codes, _turned(made.codes), made.scale_inv.squeeze(-1)
 
 
 def _fake_blocks_both(x: torch.Tensor, fmt: str, policy: str, square: bool) -> tuple[torch.Tensor, ...]:

@@ -192,7 +192,7 @@ class TurnedRowsCast:
     """The launch that casts contiguous matrices [M, N], M % 4 == 0, with scales of rows, and writes them both ways.
 
     Args:
-        shape: [M, N].
+        shape: [..., M, N], of one or of a stack.
         dtype: Of the matrices.
         fmt: The format.
         policy: The rule for the scales.
@@ -203,14 +203,19 @@ class TurnedRowsCast:
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, fmt: Format, policy: ScalePolicy) -> None:
         self.shape, self._fmt = torch.Size(shape), fmt
-        self._launch = plans().rowwise_turned(*shape, name_of(dtype), fmt, policy)
+        *stack, m, n = shape
+        self._turned = torch.Size((*stack, n, m))
+        self._launch = plans().rowwise_turned(m, n, name_of(dtype), fmt, policy, self.shape[:-2].numel())
 
     def raw(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return codes [M, N], the same [N, M], and scales back from FP8 [M]."""
-        return _triton.launch(self._launch, x.device, x_ptr=x)
+        """Return codes [..., M, N], the same [..., N, M], and scales back from FP8 [..., M]."""
+        codes, turned, scale_inv = _triton.launch(self._launch, x.device, x_ptr=x)
+        if len(self.shape) == 2:
+            return codes, turned, scale_inv
+        return codes.view(self.shape), turned.view(self._turned), scale_inv.view(self.shape[:-1])
 
     def __call__(self, x: torch.Tensor, state: object = None, record: bool = False) -> Quantized:
-        """Cast a matrix. Nothing is known of earlier steps."""
+        """Cast a matrix or stack. Nothing is known of earlier steps."""
         return of_turned_rows(self._fmt, *self.raw(x))
 
 
@@ -252,7 +257,7 @@ def of_both(
 
 def of_turned_rows(fmt: Format, codes: torch.Tensor, transposed: torch.Tensor, scale_inv: torch.Tensor) -> Quantized:
     """Return what `TurnedRowsCast.raw` made: the transpose has the scales of its columns."""
-    return Quantized(codes, scale_inv[:, None], fmt, None, Quantized(transposed, scale_inv[None, :], fmt))
+    return Quantized(codes, scale_inv[..., None], fmt, None, Quantized(transposed, scale_inv[..., None, :], fmt))
 
 
 def of_blocks(
@@ -269,9 +274,9 @@ def of_blocks(
     return Quantized(codes, scale_inv, fmt, block, Quantized(transposed, turned_inv, fmt, block))
 
 
-def has_both(x: torch.Tensor) -> bool:
+def has_both(x: torch.Tensor, *, stacks: bool = False) -> bool:
     """Return whether there are kernels that cast x with scales of rows or blocks both ways."""
-    return x.ndim == 2 and x.is_contiguous() and x.numel() > 0 and x.shape[0] % 4 == 0
+    return (x.ndim == 2 or (stacks and x.ndim == 3)) and x.is_contiguous() and x.numel() > 0 and x.shape[-2] % 4 == 0
 
 
 KeptCast = TensorwiseCast | RowsCast | TurnedRowsCast | BlocksCast
@@ -284,22 +289,23 @@ def kept_cast(
 
     Args:
         x: What the matrices are like, but for their shape.
-        shape: [M, N].
+        shape: [M, N]; a stack [..., M, N] where rows have scales, for the same codes.
         cast: How.
         fold: Whether rows are folded, where they have scales.
         same_codes: Whether the transpose has the codes of the rows, and not codes with scales of columns: of weights.
     """
     fmt, policy, granularity = cast.fp8_format, cast.policy, cast.granularity
     delayed = cast.scaling == "delayed" and granularity == "tensorwise"
-    if not (delayed or cast.scaling == "dynamic") or len(shape) != 2 or 0 in shape or policy.formula == "e8m0":
+    turned = granularity == "rowwise" and same_codes
+    if not (delayed or cast.scaling == "dynamic") or 0 in shape or policy.formula == "e8m0":
         return None
-    if not takes(x, fmt, policy):
+    if (len(shape) != 2 and not turned) or not takes(x, fmt, policy):
         return None
     if granularity == "tensorwise":
         return TensorwiseCast(shape, x.dtype, fmt, policy, with_scale=False)
-    if shape[0] % 4:
+    if shape[-2] % 4:
         return None
-    if granularity == "rowwise" and same_codes:
+    if turned:
         return TurnedRowsCast(shape, x.dtype, fmt, policy)
     if granularity == "rowwise":
         return RowsCast(shape, x.dtype, fmt, policy, fold=fold)

@@ -100,7 +100,8 @@ class WeightMatmul:
         self.config, self.layout, self.scales = config, layout, scales
         self.parts: Mapping[str, Any] = {}
         self.kept: Decided[KeptCast | None] = Decided()
-        self.casts_alone = not layout.stacked
+        # rows of a weight that lies transposed are columns
+        self.casts_alone = not (layout.transposed and config.weight.granularity == "rowwise")
         self.weight_cast: WeightCast = WeightCast.of(
             config.weight, stacked=layout.stacked, transposed=layout.transposed, delayed=scales.get("weight")
         )

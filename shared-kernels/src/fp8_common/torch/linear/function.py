@@ -148,13 +148,15 @@ def _check_blocks(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec) -> No
 def _plan(spec: LinearSpec, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None) -> LinearPlan:
     """Return what is decided for inputs like x."""
     if torch.compiler.is_compiling():
-        return decide(spec.config, x, 0, weight.dtype, casts_rows=False, compiled=True)
+        return decide(spec.config, x, 0, weight.dtype, casts_rows=False, grouped=offsets is not None, compiled=True)
     out_features = weight.shape[-1 if spec.transposed else -2]
     key = x.shape, x.dtype, x.device, type(x), weight.dtype, out_features, offsets is None
     plan = spec.plans.get(key)
     if plan is None:
-        casts_rows = offsets is None and not isinstance(x, GatheredWeight)
-        plan = spec.plans.keep(key, decide(spec.config, x, out_features, weight.dtype, casts_rows=casts_rows))
+        grouped = offsets is not None
+        casts_rows = not (grouped or isinstance(x, GatheredWeight))
+        made = decide(spec.config, x, out_features, weight.dtype, casts_rows=casts_rows, grouped=grouped)
+        plan = spec.plans.keep(key, made)
     return plan
 
 

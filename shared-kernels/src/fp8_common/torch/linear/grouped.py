@@ -56,7 +56,10 @@ class RowGroups(Groups, Rows):
             return weight
         fits = segments.offsets_fit(self.given, self.rows)
         scale_inv = weight.scale_inv.masked_fill(~fits, torch.nan)
-        return Quantized(weight.codes, scale_inv, weight.fmt, weight.block)
+        turned = weight.transposed
+        # of rows the scales themselves, which are folded: scales of others are made from nothing but the weight
+        turned = turned and turned._replace(scale_inv=scale_inv.mT)
+        return weight._replace(scale_inv=scale_inv, transposed=turned)
 
     def quantize(
         self, x: torch.Tensor, cast: CastRecipe, delayed: ScaleState | None, *, record: bool, both: bool

@@ -58,6 +58,7 @@ def decide(
     dtype: torch.dtype,
     *,
     casts_rows: bool,
+    grouped: bool,
     compiled: bool = False,
 ) -> LinearPlan:
     """Return the plan of a layer.
@@ -68,6 +69,7 @@ def decide(
         out_features: Columns of its output.
         dtype: Of the weight.
         casts_rows: Whether casts may be decided: not of rows in groups, nor of what is cast already.
+        grouped: Whether each group of rows has a weight of its own.
         compiled: As of the plan.
     """
     rows = x.numel() // max(x.shape[-1], 1)
@@ -79,21 +81,22 @@ def decide(
     return LinearPlan(
         launches(config.input, shared.input, x.shape[-1]),
         launches(config.grad_output, shared.grad_output, out_features, fold=shared.folds),
-        options(config, "output", x.dtype, x.device, compiled),
-        options(config, "grad_input", x.dtype, x.device, compiled),
-        options(config, "grad_weight", dtype, x.device, compiled),
+        options(config, "output", x.dtype, x.device, grouped, compiled),
+        options(config, "grad_input", x.dtype, x.device, grouped, compiled),
+        options(config, "grad_weight", dtype, x.device, grouped, compiled),
         compiled,
     )
 
 
 def options(
-    config: LinearConfig, product: str, out_dtype: torch.dtype, device: torch.device, compiled: bool
+    config: LinearConfig, product: str, out_dtype: torch.dtype, device: torch.device, grouped: bool, compiled: bool
 ) -> MatmulOptions:
     """Return how one of the three matmuls runs."""
+    fast = getattr(config.gemms, f"fast_accum_{product}")
     return MatmulOptions(
         out_dtype=out_dtype,
         emulate=should_emulate(device, config.emulate),
-        use_fast_accum=getattr(config.gemms, f"fast_accum_{product}"),
+        use_fast_accum=grouped if fast is None else fast,
         # the weight's gradient is contracted over tokens, whose number is nobody's choice
         pad_inner=config.pad_inner_dim or product == "grad_weight",
         pad_outer=config.pad_inner_dim,
