@@ -136,6 +136,7 @@ def cases(dtype: str = "bfloat16", fmt: str = "e4m3", square: tuple[int, int] = 
         # it takes two thirds of what an H100 issues while the bytes move
         ("rows and columns, folded, amax", k.amax_both(*square, dtype, fold=True), 128 * 128, b + 0.5, 0, 1),
         ("row-wise, 32768 columns", k.rowwise(SIZE, 32768, *x), 4096, 2 * b, 1, 2),
+        ("groups, columns", k.group_columns(*square, SIZE + 128, 8, *x), 256 * 32, 2 * b, 1, 5),
         ("row-wise, turned", k.rowwise_turned(*square, *x), 32 * 256, 2 * b, 2, 4),
         ("blocks both ways", k.block_both(*square, *x), 128 * 128, b, 2, 5),
         ("square blocks both ways", k.block_both(*square, *x, square=True), 128 * 128, b, 2, 2),

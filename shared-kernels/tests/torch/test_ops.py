@@ -60,6 +60,7 @@ OPERATORS = {
     "foreach_amax": ([X, X[:1, :3], X[:0]],),
     "foreach_quantize": ([X, X[:1, :3], X[:0]], torch.tensor([1.0, 2.0, 3.0]), "e4m3"),
     "segment_amax": (X, torch.tensor([0, 0, 1, 2], dtype=torch.int32), 2, True),
+    "group_columns": (X, GROUPS, torch.tensor([16, 32], dtype=torch.int32), 48, "e4m3", POLICY),
     "clear_rows": (torch.ones(4, 3, 2), torch.tensor([True, False, True, False])),
     "cast_transposed": (X, ONE, "e4m3"),
     "row_major": (CODES.t(),),

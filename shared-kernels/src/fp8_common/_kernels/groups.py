@@ -8,10 +8,19 @@ Dims: x_MN is [M, N], group_M is [M]; amax and scales are [groups, N] with COLUM
 import triton
 import triton.language as tl
 
-from fp8_common._kernels.device import multiple_of_16, narrow_key, scaled, to_fp8, widen_key
-from fp8_common._kernels.launch import Launch, Out, codes, input_dtype, matrix_sizes, plan, tile_count
+from fp8_common._kernels.device import (
+    multiple_of_16,
+    narrow_key,
+    scale_of_key,
+    scaled,
+    store_reciprocal,
+    to_fp8,
+    widen_key,
+)
+from fp8_common._kernels.launch import Launch, Out, codes, input_dtype, matrix_sizes, plan, scale_constants, tile_count
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format
+from fp8_common.policy import CANONICAL, ScalePolicy
 
 PADDED = 16
 """What divides the rows of transposed groups."""
@@ -95,6 +104,52 @@ def group_cast_kernel(
 
 
 @triton.jit(do_not_specialize=["P", "N"])
+def group_columns_kernel(
+    x_ptr,
+    end_ptr,
+    padded_end_ptr,
+    t_ptr,
+    scale_inv_ptr,
+    P: tl.int32,
+    N: tl.int32,
+    FMAX: tl.constexpr,
+    RULE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Cast the columns of each group of rows with scales of their own, and store them as rows of t [N, P].
+
+    Group g ends before row `end[g]` of x and before column `padded_end[g]` of t, where zeros follow its codes. Scales
+    back are [groups, N]. A program casts BN columns of a group; the second read comes from the L2 cache.
+    """
+    P = multiple_of_16(P)
+    if ALIGNED:
+        N = multiple_of_16(N)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    tiles_n = tl.cdiv(N, BN)
+    group, columns = tl.program_id(0) // tiles_n, (tl.program_id(0) % tiles_n) * BN + tl.arange(0, BN)
+    start, end = tl.load(end_ptr + group - 1, mask=group > 0, other=0), tl.load(end_ptr + group)
+    first = multiple_of_16(tl.load(padded_end_ptr + group - 1, mask=group > 0, other=0))
+    size = multiple_of_16(tl.load(padded_end_ptr + group) - first)
+    lines, c = tl.arange(0, BM)[:, None], columns[None, :]
+    key = narrow_key(tl.zeros((BM, BN), DTYPE))
+    for m in range(start, end, BM):
+        r = m + lines
+        x = tl.load(x_ptr + r.to(tl.int64) * N + c, mask=(r < end) & (c < N), other=0.0)
+        key = tl.maximum(key, narrow_key(x))
+    scale = scale_of_key(widen_key(tl.max(key, axis=0), DTYPE), 1.0, FMAX, RULE)
+    store_reciprocal(scale_inv_ptr, group.to(tl.int64) * N + columns, scale, columns < N)
+    for m in range(0, size, BM):
+        r = start + m + lines
+        inside = (r < end) & (c < N)
+        x = tl.load(x_ptr + r.to(tl.int64) * N + c, mask=inside, other=0.0)
+        # zeros behind the group whatever the scale is, which may be NaN
+        q = to_fp8(tl.where(inside, scaled(x, scale[None, :]), 0.0), t_ptr.dtype.element_ty)
+        tl.store(t_ptr + c.to(tl.int64) * P + (first + m + lines), q, mask=(m + lines < size) & (c < N))
+
+
+@triton.jit(do_not_specialize=["P", "N"])
 def turn_rows_kernel(
     q_ptr,
     source_ptr,
@@ -168,6 +223,32 @@ def group_cast(m: int, n: int, groups: int, dtype: str, fmt: str | Format, *, co
         scalars=matrix_sizes(m, n) | {"COUNT": groups},
         constants={"COLUMNS": columns, "ALIGNED": n % 16 == 0, "BM": 128, "BN": 64},
         num_warps=4,
+    )
+
+
+@plan
+def group_columns(
+    m: int, n: int, p: int, groups: int, dtype: str, fmt: str | Format, policy: ScalePolicy = CANONICAL
+) -> Launch:
+    """Plan the codes [n, p] of the columns of each group of rows of x [m, n], padded, and the scales back [groups, n].
+
+    int32 `end_ptr` and `padded_end_ptr` [groups] are the ends of groups in x, and in the codes, where 16 divides them.
+
+    Raises:
+        Fp8Error: 16 does not divide p.
+    """
+    if p % PADDED:
+        raise Fp8Error(f"Rows are transposed in multiples of {PADDED}, got {p}. Use the reference.")
+    sizes = matrix_sizes(p, n)
+    return Launch(
+        kernel=group_columns_kernel,
+        # 256 x 32: what the programs in flight read twice fits into the L2 cache of an H100 up to 2,000 rows a group
+        grid=groups * tile_count(n, 32) if m else 0,
+        inputs={"x_ptr": input_dtype(dtype), "end_ptr": "int32", "padded_end_ptr": "int32"},
+        outputs={"t_ptr": codes((n, p), fmt), "scale_inv_ptr": Out((groups, n), "float32")},
+        scalars={"P": sizes["M"], "N": sizes["N"]},
+        constants=scale_constants(fmt, policy) | {"ALIGNED": n % 16 == 0, "BM": 256, "BN": 32},
+        num_warps=16,
     )
 
 

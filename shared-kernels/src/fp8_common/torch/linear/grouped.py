@@ -11,6 +11,7 @@ from fp8_common.errors import Fp8Error
 from fp8_common.formats import FORMATS
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch import casts
+from fp8_common.torch._operators import policy_key
 from fp8_common.torch.kept import ScaleState
 from fp8_common.torch.linear import grouped_matmul, segments
 from fp8_common.torch.linear.matmul import MatmulOptions
@@ -109,11 +110,16 @@ class RowGroups(Groups, Rows):
         Returns:
             Codes [rows, columns]; scales [count] of tensorwise casts, [count, 1, columns] of row-wise ones (a column is
             a row of the transposed matrix), or [blocks, columns], where every group begins with a block of its own.
+            Where one launch casts columns, codes [columns, padded rows] and scales [count, columns, 1].
         """
         if cast.granularity == "tensorwise":
             return self.quantize(x, cast, None, record=False, both=False)
         fmt = FORMATS[cast.format]
         rowwise = cast.granularity == "rowwise"
+        if rowwise and self.count and segments.casts_columns(x, fmt, cast.policy):
+            ends, policy = self.offsets.int(), policy_key(cast.policy)
+            turned, scale_inv = segments.group_columns(x, ends, self.padded[1], self.padded_rows, fmt.name, policy)
+            return Quantized(turned, scale_inv[..., None], fmt)
         places, count = (self.of_row, self.count) if rowwise else self.blocks()
         amax = segments.segment_amax(x, places, count, per_column=True)
         scale = casts.scale_from_amax(amax, fmt, cast.policy)

@@ -18,7 +18,7 @@ from fp8_common.torch.blocks import block_of
 from fp8_common.torch.compat import assume_constant_result, scaled_grouped_mm
 from fp8_common.torch.decoding import values
 from fp8_common.torch.linear.matmul import ALIGNMENT, MatmulOptions, device_capability, matmul
-from fp8_common.torch.linear.segments import BLOCK, Groups, check_offsets, transposed_rows, zero_rows
+from fp8_common.torch.linear.segments import BLOCK, PADDED, Groups, check_offsets, transposed_rows, zero_rows
 from fp8_common.torch.quantized import Quantized
 
 CAPABILITY = (9, 0)
@@ -63,7 +63,7 @@ def matmul_over_rows(a: Quantized, b: Quantized, groups: Groups, options: Matmul
     """Return a.T @ b over the rows of each group, zeros for an empty one.
 
     Args:
-        a: [rows, N]; scales [groups], [groups, 1, N], or of blocks of rows.
+        a: [rows, N]; scales [groups], [groups, 1, N], or of blocks of rows. Or turned, with scales [groups, N, 1].
         b: [rows, K], alike.
         groups: The groups of the rows.
         options: How to multiply.
@@ -73,15 +73,15 @@ def matmul_over_rows(a: Quantized, b: Quantized, groups: Groups, options: Matmul
     """
     path = path_of(a, b, options)
     if path == "looped":
-        return _looped(a, b, groups, options, over_rows=True)
-    padded = _Padded(groups)
-    a_codes, b_codes = padded.transposed(a.codes), padded.transposed(b.codes).t()
+        return _looped(_as_rows(a, groups), _as_rows(b, groups), groups, options, over_rows=True)
+    a_codes, b_codes, ends = _turned(a, groups), _turned(b, groups).t(), groups.padded[1]
     if path == "fp8":
-        a_inv, b_inv = (x.scale_inv.reshape(groups.count, -1).expand(groups.count, x.codes.shape[1]) for x in (a, b))
+        a_inv = a.scale_inv.reshape(groups.count, -1).expand(groups.count, a_codes.shape[0])
+        b_inv = b.scale_inv.reshape(groups.count, -1).expand(groups.count, b_codes.shape[1])
         # nothing is accumulated for an empty group, so nothing need have been written
-        y = _matmul_scaled(a_codes, b_codes, a_inv, b_inv, padded.offsets, options)
+        y = _matmul_scaled(a_codes, b_codes, a_inv, b_inv, ends, options)
         return zero_rows(y, groups.filled)
-    sums = _grouped_mm(a_codes, a, b_codes, b, padded.offsets)
+    sums = _grouped_mm(a_codes, a, b_codes, b, ends)
     a_inv, b_inv = (x.scale_inv.reshape(groups.count, 1, -1) for x in (a, b))
     both_single = a.scale_inv.ndim == b.scale_inv.ndim == 1
     y = sums * (a_inv * b_inv) if both_single else (sums * a_inv.mT).mul_(b_inv)
@@ -91,7 +91,7 @@ def matmul_over_rows(a: Quantized, b: Quantized, groups: Groups, options: Matmul
 def path_of(a: Quantized, b: Quantized, options: MatmulOptions) -> Literal["fp8", "bfloat16", "looped"]:
     """Return how these groups are multiplied: their codes, the codes decoded to bfloat16, or group after group."""
     # Of two matrices in groups, rows are padded, whatever their number.
-    sizes = (a.codes.shape[-1], b.codes.shape[-1], *b.codes.shape[1:-1])
+    sizes = (*(x.codes.shape[0 if is_turned(x) else -1] for x in (a, b)), *b.codes.shape[1:-1])
     aligned = all(size % ALIGNMENT == 0 for size in sizes)
     multiplies = device_multiplies(a.codes.device)
     if not aligned or a.block or b.block or options.out_dtype != torch.bfloat16 or not multiplies:
@@ -136,28 +136,22 @@ def _grouped_mm(
     return F.grouped_mm(*decoded, offs=offsets).float()
 
 
-class _Padded:
-    """Groups whose rows are padded with zeros to multiples of 16, as contracted dimensions have to be.
+def _turned(x: Quantized, groups: Groups) -> torch.Tensor:
+    """Return codes as the hardware takes them in a matmul over the rows of groups: [columns, padded rows]."""
+    return x.codes if is_turned(x) else transposed_rows(x.codes, groups.source)
 
-    Attributes:
-        offsets: int32 [groups]: where the padded groups end.
-    """
 
-    def __init__(self, groups: Groups) -> None:
-        ends = torch.cat([groups.offsets.new_zeros(1), groups.offsets])
-        sizes = ends.diff()
-        padded = (sizes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-        self.offsets = padded.cumsum(0).int()
-        # Enough for any offsets, because how many there are is known on the device alone.
-        rows = -(-(groups.rows + groups.count * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
-        places = torch.arange(rows, dtype=torch.int32, device=ends.device)
-        group = torch.searchsorted(self.offsets, places, right=True).clamp(max=groups.count - 1)
-        inside = places - (self.offsets - padded)[group]
-        self._source = torch.where(inside < sizes[group], ends[group] + inside, -1).int()
+def is_turned(x: Quantized) -> bool:
+    """Return whether codes are [columns, padded rows] already, and scales [groups, columns, 1]."""
+    return x.scale_inv.ndim == 3 and x.scale_inv.shape[1:] == (x.codes.shape[0], 1) and x.codes.shape[1] >= PADDED
 
-    def transposed(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return [columns, padded rows], contiguous, of codes [rows, columns]."""
-        return transposed_rows(codes, self._source)
+
+def _as_rows(x: Quantized, groups: Groups) -> Quantized:
+    """Return codes [rows, columns], and scales [groups, 1, columns], of what is turned."""
+    if not is_turned(x):
+        return x
+    codes = x.codes.view(torch.uint8).t().index_select(0, groups.places()).view(x.codes.dtype)
+    return Quantized(codes, x.scale_inv.mT, x.fmt)
 
 
 # ---------------------------------------------------------------- group after group

@@ -9,14 +9,25 @@ import itertools
 import torch
 
 from fp8_common.errors import Fp8Error
-from fp8_common.formats import Format
+from fp8_common.formats import Format, get_data_format
+from fp8_common.policy import ScalePolicy
 from fp8_common.torch import casts
-from fp8_common.torch._operators import operator
+from fp8_common.torch._operators import operator, policy_of_key
 from fp8_common.torch._triton import fuses, launch, name_of, plans, takes
-from fp8_common.torch.numerics import amax_bits, amax_over, check_input_dtype, narrow_bits, of_amax_bits, of_narrow_bits
+from fp8_common.torch.numerics import (
+    amax_bits,
+    amax_over,
+    check_input_dtype,
+    narrow_bits,
+    of_amax_bits,
+    of_narrow_bits,
+    torch_dtype,
+)
 
 BLOCK = 128
 """The rows that share scales in a matmul contracted over rows, with scales of blocks."""
+PADDED = 16
+"""What divides the rows of each group in a matmul contracted over rows, as the hardware wants contracted dimensions."""
 
 
 class Groups:
@@ -39,6 +50,8 @@ class Groups:
             self.offsets = offsets.clamp(0, rows).cummax(0).values
         self._of_row: torch.Tensor | None = None
         self._block_of_row: torch.Tensor | None = None
+        self._padded: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._source: torch.Tensor | None = None
 
     @property
     def known_on_host(self) -> bool:
@@ -62,6 +75,39 @@ class Groups:
     def per_row(self, of_groups: torch.Tensor) -> torch.Tensor:
         """Return [rows, ...]: the entry of each row's group in [count, ...]; ones for rows of no group."""
         return torch.cat([of_groups, torch.ones_like(of_groups[:1])]).index_select(0, self.of_row)
+
+    @property
+    def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """int32 [count]: where the groups begin and end once 16 divides the rows of each."""
+        if self._padded is None:
+            sizes = self.offsets.diff(prepend=self.offsets.new_zeros(1))
+            sizes = (sizes + PADDED - 1) // PADDED * PADDED
+            ends = sizes.cumsum(0)
+            self._padded = (ends - sizes).int(), ends.int()
+        return self._padded
+
+    @property
+    def padded_rows(self) -> int:
+        """Enough rows for padded groups at any offsets: how many there are is known on the device alone."""
+        return -(-(self.rows + self.count * (PADDED - 1)) // PADDED) * PADDED
+
+    @property
+    def source(self) -> torch.Tensor:
+        """int32 [padded_rows]: the row that stands at each place of the padded groups, -1 where none does."""
+        if self._source is None:
+            starts, ends = self.padded
+            places = torch.arange(self.padded_rows, dtype=torch.int32, device=ends.device)
+            group = torch.searchsorted(ends, places, right=True).clamp(max=self.count - 1)
+            inside = places - starts[group]
+            before = torch.cat([self.offsets.new_zeros(1), self.offsets])
+            self._source = torch.where(inside < before.diff()[group], before[group] + inside, -1).int()
+        return self._source
+
+    def places(self) -> torch.Tensor:
+        """Return int32 [rows]: the place of each row in the padded groups; of rows of no group any."""
+        starts = self.padded[0] - torch.cat([self.offsets.new_zeros(1), self.offsets[:-1]])
+        rows = torch.arange(self.rows, dtype=torch.int32, device=starts.device)
+        return rows + starts[self.of_row.clamp(max=self.count - 1)].int()
 
     def blocks(self) -> tuple[torch.Tensor, int]:
         """Return the block of each row, int32 [rows], and how many there can be: a group may begin one more."""
@@ -116,6 +162,47 @@ def segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_column
     places = segments.long()[:, None].expand_as(bits) if per_column else segments.long()
     found.scatter_reduce_(0, places, bits, "amax")
     return of_amax_bits(found[:count])
+
+
+def casts_columns(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> bool:
+    """Return whether one launch casts the columns of groups of rows of x [rows, columns]."""
+    fits = x.is_contiguous() and x.numel() > 0 and policy.formula != "e8m0"
+    return fits and (fuses(x) or takes(x, fmt, policy))
+
+
+@operator(
+    fake=lambda x, ends, padded_ends, rows, fmt, policy: (
+        x.new_empty((x.shape[1], rows), dtype=torch_dtype(fmt)),
+        x.new_empty((len(ends), x.shape[1]), dtype=torch.float32),
+    ),
+    launches=True,
+)
+def group_columns(
+    x: torch.Tensor, ends: torch.Tensor, padded_ends: torch.Tensor, rows: int, fmt: str, policy: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes of the columns of each group of rows as rows, and their scales back from FP8.
+
+    Args:
+        x: float16, bfloat16 or float32 [rows of x, columns], contiguous.
+        ends: int32 [groups], where each group ends in x.
+        padded_ends: int32 [groups], where each ends in the codes; `Groups.padded`.
+        rows: `Groups.padded_rows`.
+        fmt: The format.
+        policy: `policy_key` of the rule for the scales.
+
+    Returns:
+        float8 [columns, rows], zeros behind the codes of each group and anything behind the last one; float32
+        [groups, columns].
+    """
+    form, rule = get_data_format(fmt), policy_of_key(policy)
+    if takes(x, form, rule):
+        plan = plans().group_columns(*x.shape, rows, len(ends), name_of(x.dtype), form, rule)
+        codes, scale_inv = launch(plan, x.device, x_ptr=x, end_ptr=ends, padded_end_ptr=padded_ends)
+        return codes, scale_inv
+    groups = Groups(ends, x.shape[0])
+    scale = casts.scale_from_amax(segment_amax(x, groups.of_row, groups.count, per_column=True), form, rule)
+    codes = segment_quantize(x, groups.of_row, scale, form, None)
+    return transposed_rows(codes, groups.source), casts.reciprocal(scale)
 
 
 def segment_quantize(
