@@ -58,9 +58,9 @@ class RowGroups(Groups, Rows):
         fits = segments.offsets_fit(self.given, self.rows)
         scale_inv = weight.scale_inv.masked_fill(~fits, torch.nan)
         turned = weight.transposed
-        # of rows the scales themselves, which are folded: scales of others are made from nothing but the weight
-        turned = turned and turned._replace(scale_inv=scale_inv.mT)
-        return weight._replace(scale_inv=scale_inv, transposed=turned)
+        if turned is not None:  # there are none but those of rows, whose scales it has turned
+            turned = Quantized(turned.codes, scale_inv.mT, turned.fmt)
+        return Quantized(weight.codes, scale_inv, weight.fmt, weight.block, turned)
 
     def quantize(
         self, x: torch.Tensor, cast: CastRecipe, delayed: ScaleState | None, *, record: bool, both: bool

@@ -237,8 +237,7 @@ def grouped_matmul_op(
     first = Quantized(a, a_inv, FORMATS[a_fmt], block_of(a_block))
     second = Quantized(b, b_inv, FORMATS[b_fmt], block_of(b_block))
     each = _each_over_rows if over_rows else _each_rows
-    # what was traced runs as it is now
-    return each(first, second, offsets, MatmulOptions(out_dtype, *options)._replace(compiled=False))
+    return each(first, second, offsets, MatmulOptions(out_dtype, *options))  # not compiled: what was traced runs now
 
 
 @operator(fake=lambda a, b, offsets: a.new_empty((offsets.shape[0], a.shape[1], b.shape[1])))
