@@ -2,11 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
 import fp8_common as f8
 from fp8_common.testing import assert_same_bits
-from fp8_common.torch import casts
-from fp8_common.torch.linear import segments
+from fp8_common.torch import _triton, casts
+from fp8_common.torch.linear import grouped_matmul, segments
+from fp8_common.torch.linear.grouped import RowGroups
+from tests.helpers import kernel_inputs
 from tests.helpers.kernel_inputs import DTYPES, FORMATS, SEED, calm, planted, tensor
 
 # rows of the groups: empty ones at the start, in the middle and at the end, several in a tile, and rows of no group
@@ -63,3 +66,33 @@ def test_rows_that_are_not_kept_become_zero(dtype, shape):
     expected[~keep] = 0
     cleared = segments.zero_rows(tensor(y), tensor(keep))
     assert_same_bits(cleared, expected)
+
+
+ENDS = {
+    "uneven": [3, 3, 20, 37], "empty": [0, 0, 0, 0], "full": [16, 32, 32, 48], "one row": [0, 1, 1, 1],
+    "long": [0, 400, 401, 700],
+}  # fmt: skip
+
+
+@pytest.mark.matrix(ends=list(ENDS), dtype=list(DTYPES), fmt=["e4m3", "e5m2"], index=[torch.int32, torch.int64])
+def test_columns_of_groups_are_cast_and_turned_in_one_launch(ends, dtype, fmt, index, monkeypatch):
+    rows = max(48, ENDS[ends][-1] + 3)
+    cast, x = f8.CastRecipe(format=fmt, granularity="rowwise"), tensor(planted((rows, 80), dtype, fmt))
+    launched, run, found = [], _triton.run, []
+    monkeypatch.setattr(_triton, "run", lambda plan, *_, **named: (launched.append(plan.name), run(plan, *_, **named)))
+    for backend in ("triton", "reference"):
+        monkeypatch.setenv("FP8_COMMON_BACKEND", backend)
+        groups = RowGroups(torch.tensor(ENDS[ends], dtype=index, device=kernel_inputs.DEVICE), rows)
+        found.append(groups.quantize_over_rows(x, cast))
+    assert launched == ["group_columns"]
+    made, wanted = found
+    assert grouped_matmul.is_turned(made)
+    assert not grouped_matmul.is_turned(wanted)
+    assert_same_bits(made.scale_inv.mT, wanted.scale_inv)
+    last = int(groups.padded[1][-1])
+    turned = segments.transposed_rows(wanted.codes, groups.source)
+    assert_same_bits(made.codes[:, :last], turned[:, :last], fmt=fmt)
+    # where they are multiplied group after group, they are rows again
+    assert_same_bits(
+        grouped_matmul._as_rows(made, groups).codes[: ENDS[ends][-1]], wanted.codes[: ENDS[ends][-1]], fmt=fmt
+    )
