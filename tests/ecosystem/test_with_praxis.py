@@ -1,5 +1,7 @@
 """`examples/praxis_fp8.py`: real layers and pipelines of praxis, `nox -s praxis -- CHECKOUT`."""
 
+import functools
+
 import pytest
 
 REASON = "no praxis can be imported: `nox -s praxis -- CHECKOUT` takes one that you have"
@@ -17,7 +19,8 @@ import fp8_jax_owg as owg
 from examples import praxis_fp8
 from fp8_common import Fp8Error
 from fp8_jax_owg import linen as owg_linen
-from tests.helpers.jax_operations import REFUSED, RIGHT, SOME_REFUSED, SOME_RIGHT, floating
+from tests.helpers import jax_losses
+from tests.helpers.jax_operations import REFUSED, RIGHT, floating
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
 X = praxis_fp8.batch()
@@ -118,20 +121,38 @@ def test_the_einsum_of_praxis_is_refused_in_one_sentence():
 # ---------------------------------------------------------------- operations on all variables
 
 
+@functools.cache
+def linear():
+    """A layer of praxis with two features."""
+    op = pax_fiddle.Config(praxis_fp8.Fp8Einsum, name="einsum", amax_history_length=3)
+    model = base_layer.instantiate(
+        pax_fiddle.Config(linears.Linear, name="layer", einsum_tpl=op, input_dims=2, output_dims=2)
+    )
+    return jax_losses.Framework(
+        lambda: jax.jit(model.init)(jax.random.key(0), jax_losses.X), lambda x, v: model.apply(v, x)
+    )
+
+
+@pytest.mark.parametrize("name", jax_losses.ROWS)
+def test_operations_on_variables(name):
+    jax_losses.check(linear(), name)
+
+
+# Leaves of a pipeline have a dimension of stages.
 def on_all(model, function):
     return owg.value_and_grad(lambda variables: loss_of(model)(jax.tree.map(function, variables)))
 
 
-@pytest.mark.parametrize("name", SOME_RIGHT)
-def test_moving_all_variables(name):
+@pytest.mark.parametrize("name", ["stack [1]", "gather", "noise, floating only", "custom_vjp identity"])
+def test_moving_all_variables_of_a_pipeline(name):
     model, variables = made()
     got = jax.jit(on_all(model, RIGHT[name]))(variables)
     alone = lambda p: RIGHT[name](p) if floating(p) and p.ndim == 3 else p  # noqa: E731
     jax.tree.map(np.testing.assert_array_equal, got, jax.jit(on_all(model, alone))(variables))
 
 
-@pytest.mark.parametrize("name", SOME_REFUSED)
-def test_computing_with_all_variables_is_refused(name):
+@pytest.mark.parametrize("name", ["p * 1.0", "clip(p, -1e3, 1e3)", "astype f32", "where(True, p, 0)"])
+def test_computing_with_all_variables_of_a_pipeline_is_refused(name):
     model, variables = made()
     with pytest.raises(Fp8Error, match="parameters alone"):
         jax.make_jaxpr(on_all(model, REFUSED[name]))(variables)

@@ -1,4 +1,4 @@
-"""What a loss may do to every leaf of its variables: operations that are right on live state, and others."""
+"""What a loss may do to its variables: operations on each leaf that are right on live state, and others."""
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +114,19 @@ REFUSED = {
     "custom_jvp product": custom_jvp_product,
     "custom_vjp that scales the gradient": custom_vjp(lambda g: g * 0.5),
 }
-# what is tried in every framework
-SOME_RIGHT = ["stack [1]", "gather", "noise, floating only", "custom_vjp identity"]
-SOME_REFUSED = ["p * 1.0", "clip(p, -1e3, 1e3)", "astype f32", "where(True, p, 0)"]
+# Zeros in the place of state, which autodiff makes too: the loss is NaN.
+ZEROS = {
+    "zeros_like(p)": jnp.zeros_like,
+    "where(mask, p, zeros_like(p)), mask off": lambda p: jnp.where(False, p, jnp.zeros_like(p)),
+    "where(bernoulli, p, zeros_like(p))": lambda p: jnp.where(
+        jax.random.bernoulli(KEY, 0.5, p.shape), p, jnp.zeros_like(p)
+    ),
+    "dynamic_update_slice zeros": lambda p: lax.dynamic_update_slice(p, jnp.zeros_like(p), (0,) * p.ndim),
+}
+# Python asks for values while JAX traces.
+IN_PYTHON = {
+    "float(p) in Python": lambda p: float(p.ravel()[0]) + p,
+    "np.asarray": lambda p: jnp.asarray(np.asarray(p)),
+}
+CHANGED = ("cast to bf16 and back, floating only", "noise, floating only", "stop_gradient")
+"""Which of those that are right give parameters other values or gradients."""

@@ -21,6 +21,7 @@ from fp8_jax_owg import nnx as owg_nnx
 from fp8_jax_owg.state.cotangents import fp8_state
 from tests.helpers import jax_layers
 from tests.helpers.jax_layers import BOTH, COLLECTION, SCALING, SEEN, T, newest
+from tests.helpers.jax_losses import Declared
 
 
 def inputs():
@@ -277,19 +278,10 @@ def test_a_matmul_of_two_activations_differentiates_with_frozen_state():
     np.testing.assert_array_equal(gradient, jnp.full_like(q, 4))
 
 
-class OwnParameters(nn.Module):
-    """A layer that declares its state by `self.param`, as every layer of praxis does."""
-
-    @nn.compact
-    def __call__(self, x):
-        meta = {name: self.param(name, lambda _, leaf=leaf: leaf) for name, leaf in owg.init_meta(SCALING).items()}
-        return owg.fp8_einsum("bi,io->bo", x, self.param("w", lambda _: jnp.eye(2)), meta=meta, scaling=SCALING)
-
-
 def test_state_may_be_declared_as_parameters():
     x = jnp.float32([[1, 5], [3, 2]])
-    variables = OwnParameters().init(jax.random.key(0), x)
-    assert newest(jax_layers.after(lambda v: OwnParameters().apply(v, x).sum(), variables)) == 5
+    variables = Declared().init(jax.random.key(0), x)
+    assert newest(jax_layers.after(lambda v: Declared().apply(v, x).sum(), variables)) == 5
 
 
 def test_live_state_equals_the_dtype_of_flax_and_no_other():
