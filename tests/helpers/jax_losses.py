@@ -28,6 +28,16 @@ Apply = Callable[[Any, Any], jax.Array]
 
 # ---------------------------------------------------------------- frameworks
 
+PROGRAMS: dict[str, Any] = {}
+
+
+def compiled(lowered):
+    """Compile a program; frameworks have the same one for most operations."""
+    text = lowered.as_text()
+    if text not in PROGRAMS:
+        PROGRAMS[text] = lowered.compile()
+    return PROGRAMS[text]
+
 
 @dataclasses.dataclass(frozen=True)
 class Framework:
@@ -45,7 +55,13 @@ class Framework:
 
     def step(self, apply: Apply, variables: Any, x: Any = 10 * X) -> Any:
         """Return loss and gradient."""
-        return jax.jit(self.value_and_grad(lambda v: apply(x, v).sum()))(variables)
+        leaves, structure = jax.tree.flatten(variables)
+
+        def run(*leaves):
+            return jax.tree.leaves(self.value_and_grad(lambda v: apply(x, v).sum())(structure.unflatten(leaves)))
+
+        loss, *gradient = compiled(jax.jit(run).lower(*leaves))(*leaves)
+        return loss, structure.unflatten(gradient)
 
     def trace(self, apply: Apply) -> None:
         """Trace loss and gradient."""
