@@ -188,7 +188,7 @@ def gpu(session: nox.Session) -> None:
 
 @session
 def ecosystem(session: nox.Session) -> None:
-    """Test with the real torchtitan, Transformers, PEFT, Lightning and MaxText, and run every example."""
+    """Test with the real torchtitan, Transformers, PEFT, Lightning, Keras and MaxText, and run every example."""
     install(session, *PACKAGES, groups=("test", "ecosystem", "maxtext"))
     session.install("--no-deps", *nox.project.dependency_groups(PROJECT, "maxtext-alone"))
     session.run("pytest", *(session.posargs or ["tests/ecosystem"]))
