@@ -1,4 +1,4 @@
-"""What a loss may do to its variables, in every framework: each operation is right, or refused with a sentence."""
+"""What a loss may do to its variables, in every framework: right, refused with a sentence, or for zeros NaN at once."""
 
 import functools
 
