@@ -159,17 +159,15 @@ def test_a_step_of_a_model_drops_nothing_of_a_copied_twin_or_of_others_from_the_
     assert not caplog.text
 
 
-@pytest.mark.parametrize("seeds", [True, False])
-def test_a_weight_that_no_optimizer_has_yet_keeps_its_values_over_a_step_but_not_over_a_seeding(seeds, caplog):
-    net = built()
+@pytest.mark.parametrize("release", ["seed", "manual"])
+def test_a_weight_that_no_optimizer_has_keeps_its_values_over_a_forward_if_told_so(release, caplog):
+    net = built(release=release)
     optimizer = fti.MasterOptimizer(torch.optim.SGD, net[0].parameters(), lr=0.1)
-    if seeds:
-        fti.seed_masters(optimizer, net)
     step(net, optimizer)
     assert not caplog.text
     optimizer.add_param_group({"params": list(net[2].parameters())})
-    assert torch.equal(optimizer.master_of(net[2].weight), plain()[2].weight) == (not seeds)
-    assert ("The masters of 1 FP8 weights start from rounded values" in caplog.text) == seeds
+    assert torch.equal(optimizer.master_of(net[2].weight), plain()[2].weight) == (release == "manual")
+    assert ("The masters of 1 FP8 weights start from rounded values" in caplog.text) == (release == "seed")
 
 
 def pages_held(rank, world_size, side, layers):

@@ -29,7 +29,7 @@ WIDTHS = (24, 40, 136, 16)
 RECIPES = ["tensorwise", "rowwise", "blockwise", "tensorwise_delayed"]
 OPERATIONS = [
     *("step", "step", "step", "skip", "load", "edit", "merge", "clone", "broadcast", "save_and_resume"),
-    *("rescale", "average", "move"),
+    *("rescale", "average", "move", "look", "clear", "load_codes"),
 ]
 MODES = [*["single"] * 6, "ddp", "fsdp", "fsdp", "fsdp"]
 
@@ -74,9 +74,9 @@ class Program:
         else:
             with fti.fp8_model_init(recipe=self.recipe, preserve_high_precision_init_val=self.preserve):
                 self.net = plain(own, self.dtype)
-        # while the values before rounding are kept, edits act on them; `restarts` says from what the masters will
-        # start anew at the next step: "rounded" values, or exact ones that were "written" while they lived
-        self.exact, self.restarts, self.optimizer = self.preserve, "" if self.preserve else "rounded", None
+        # While the values before rounding are kept, or masters live, edits act on them. `is_rounded`: the masters are
+        # the rounding of what the twin holds, which computes the same.
+        self.exact, self.is_rounded, self.optimizer = self.preserve, not self.preserve, None
         self.twin = self._twin_of(seed)
         self.wrapped, self.wrapped_twin = self.net, self.twin
         self.log.append(f"build {self.mode} {self.recipe} {self.dtype} {self.preserve}")
@@ -107,6 +107,7 @@ class Program:
         self.optimizer = fti.MasterOptimizer(cls, self.net.parameters(), **settings)
         make = functools.partial(fti.MasterOptimizer, cls) if low else cls
         self.reference = make(self.twin.parameters(), **options)
+        self.is_rounded = not self.exact
 
     def master_of(self, layer):
         """Return what the twin trains of a layer's weight."""
@@ -117,23 +118,11 @@ class Program:
         self.exact = False
         self.check("seed")
 
-    def restart(self):
-        """Do to the twin what a step does to masters of weights that something else wrote to."""
-        for layer, own in zip(self.twin, self.net, strict=True) if self.restarts else ():
-            given = whole(layer.weight.detach())
-            values = given if self.restarts == "written" else self.rounded(given)
-            kept = None if self.sharded else self.optimizer._masters[own.weight]
-            codes = None if kept is None else own.weight.state.quantized(kept.to(self.dtype))
-            if (
-                kept is not None
-                and torch.equal(codes, own.weight.state.own_codes)
-                and same(values, self.rounded(given))
-            ):
-                values = kept.clone()  # what was written is this master, rounded: it stays
-            with torch.no_grad():
-                for each in {id(t): t for t in (self.master_of(layer), layer.weight)}.values():
-                    set_to(each, values)
-        self.restarts = ""
+    def round(self):
+        """Let the twin hold rounded values too."""
+        for layer in self.twin if self.is_rounded else ():
+            self.set_twin(layer, self.rounded(whole(layer.weight.detach())))
+        self.is_rounded = False
 
     def step(self, skip=False):
         generator = torch.Generator().manual_seed(1000 * self.batches + self.rank)
@@ -148,7 +137,7 @@ class Program:
         if self.follows:
             assert same(*losses), " ".join(self.log)
         if not skip:
-            self.restart()
+            self.round()
             self.optimizer.step()
             self.reference.step()
             self.exact = False
@@ -206,17 +195,22 @@ class Program:
 
     def change(self, edit, given=None, *, ours=None, reads=False):
         """Do to the twin what was done to the FP8 weights, with the roundings that it goes through."""
+        knows = self.exact or not (self.is_rounded or self.optimizer is None)
         for index, (layer, own) in enumerate(zip(self.twin, self.net, strict=True)):
             base = whole(layer.weight.detach())
-            known = self.exact or self.restarts == "written"
-            base = base if known and not reads else self.rounded(base)
+            base = base if knows and not reads else self.rounded(base)
             values = edit(base.to(self.dtype), *(() if given is None else (given[index],)))
             with torch.no_grad():
                 if ours:
                     ours(own.weight)
-                set_to(layer.weight, values)
-        if not self.exact:
-            self.restarts = "written" if self.optimizer is not None else "rounded"
+            self.set_twin(layer, values)
+        self.is_rounded = not self.exact and self.optimizer is None
+
+    @torch.no_grad()
+    def set_twin(self, layer, values):
+        for each in {id(t): t for t in (layer.weight, self.optimizer and self.master_of(layer))}.values():
+            if each is not None:
+                set_to(each, values)
 
     def broadcast(self):
         if self.mode == "ddp":
@@ -224,22 +218,81 @@ class Program:
 
     def rescale(self):
         """Quantize anew with the scale of the present values: nothing changes but for delayed scaling."""
-        if not self.restarts:
-            fti.rescale_(self.net)
-            self.check("rescale")
+        self.round()
+        fti.rescale_(self.net)
+        self.check("rescale")
 
+    @torch.no_grad()
     def average(self):
-        """Put averages in the place of the weights for an evaluation, and the weights back."""
-        if self.sharded:
-            return
-        backups = [layer.weight.data for layer in self.net]
-        before = [layer.weight.dequantize() for layer in self.net]
+        """Put averages in the place of the weights for an evaluation, and the weights back: nothing changes."""
+        forms = ["copies", "state dicts"] if self.sharded else ["data", "copies", "values", "state dicts"]
+        how = "data" if self.optimizer is None else self.choose.choice(forms)
+        before = [layer.weight.detach() * 1 for layer in self.net]
+        backups = {
+            "data": lambda: [layer.weight.data for layer in self.net],
+            "copies": lambda: [layer.weight.detach().clone() for layer in self.net],
+            "values": lambda: before,
+            "state dicts": lambda: copy.deepcopy(self.net.state_dict()),
+        }[how]()
+        for layer, values in zip(self.net, before, strict=True):
+            if how == "data":
+                layer.weight.data = values * 0.75
+            else:
+                layer.weight.copy_(values * 0.75)
+        if self.optimizer is None:
+            self.exact = False  # a forward that no master waits for lets go of the values before rounding
+        for what in ["forward"] if self.optimizer is None else self.choose.sample(["look", "export", "forward"], k=2):
+            self.peek(what)
+        if how == "state dicts":
+            self.net.load_state_dict(backups)
+        for layer, backup in zip(self.net, backups, strict=True) if how != "state dicts" else ():
+            if how == "data":
+                layer.weight.data = backup
+            else:
+                layer.weight.copy_(backup)
+        self.check("average")
+
+    @torch.no_grad()
+    def peek(self, what):
+        """Read something, which must change nothing that is read later."""
+        if what == "look" and self.optimizer is not None:
+            self.optimizer.master_of(self.net[0].weight)
+        if what == "export":
+            fti.export_fp32_state_dict(self.net, self.optimizer)
+        if what == "forward":
+            self.wrapped(torch.ones(2, WIDTHS[0], dtype=self.dtype))
+            if self.sharded:
+                self.net.reshard()
+        if what == "save":
+            self.net.state_dict()
+
+    def look(self):
+        self.peek(self.choose.choice(["look", "export", "forward", "save"]))
+
+    def clear(self):
         for layer in self.net:
-            layer.weight.data = layer.weight.dequantize().mul_(0.75)
-        self.net(torch.ones(2, WIDTHS[0], dtype=self.dtype))
-        for layer, backup, values in zip(self.net, backups, before, strict=True):
-            layer.weight.data = backup
-            assert same(layer.weight.dequantize(), values), " ".join(self.log)
+            primary = local_of(layer.weight)
+            primary.clear_high_precision_init_val()
+            assert primary.get_high_precision_init_val() is None
+        self.exact = False
+
+    def load_codes(self):
+        """Load codes: of another model, which masters start from, or the present ones, which change nothing."""
+        if self.choose.random() < 0.5:
+            self.net.load_state_dict(copy.deepcopy(self.net.state_dict()))
+            self.exact = False
+            return
+        source = plain(self.choose.randrange(100, 200), self.dtype)
+        state = fti.convert_linear(copy.deepcopy(source), recipe=self.recipe).state_dict()
+        if self.sharded:
+            own = self.net.state_dict()
+            state = {name: placed_like(value, own[name]) for name, value in state.items()}
+        self.net.load_state_dict(state)
+        with torch.no_grad():
+            for layer, loaded in zip(self.twin, source, strict=True):
+                set_to(layer.bias, loaded.bias)
+                set_to(layer.weight, loaded.weight.detach())
+        self.exact, self.is_rounded = False, True
 
     def move(self):
         """Go to another dtype and back, which changes neither codes nor scales."""
@@ -259,7 +312,7 @@ class Program:
 
     def save_and_resume(self):
         """Save both models, build others with other values, and go on with these."""
-        self.step()  # takes up edits, which checkpoints of masters do not know
+        self.step()
         # torch loads no whole state of an SGD that has not stepped
         gathered = StateDictOptions(full_state_dict=self.rule[0] is torch.optim.AdamW)
         saved = (
@@ -268,7 +321,7 @@ class Program:
         preserve, (cls, options) = self.preserve, self.rule
         self.preserve, self.rule = False, (cls, {"lr": 0.5})
         self.build(77)
-        self.preserve, self.exact, self.restarts = preserve, False, ""
+        self.preserve, self.exact = preserve, False
         self.wrap()
         self.optimize()
         self.rule = cls, options
@@ -277,6 +330,7 @@ class Program:
         else:
             for each, state in zip(self.all_four(), saved, strict=True):
                 each.load_state_dict(state)
+        self.is_rounded = False
         self.check("resume")
 
     def all_four(self):
@@ -299,20 +353,21 @@ class Program:
     # ------------------------------------------------------------ checks
 
     def check(self, after):
+        if self.optimizer is None:
+            return
         for layer, twin in zip(self.net, self.twin, strict=True):
             master = local_of(self.optimizer.master_of(layer.weight))
             rows = local_of(layer.weight).state
             codes = rows.quantized(master.to(self.dtype))
             assert torch.equal(codes, rows.own_codes), " ".join([after, *self.log])
             if self.follows:
-                written = whole(twin.weight.detach())
-                of_twin = {"": whole(self.master_of(twin).detach()), "rounded": self.rounded(written)}
-                expected = of_twin.get(self.restarts, written.float())
+                held = whole((twin.weight if self.is_rounded else self.master_of(twin)).detach())
+                expected = self.rounded(held) if self.is_rounded else held
                 assert same(master, local_of(placed_like(expected, layer.weight))), " ".join([after, *self.log])
 
     def run(self, length=10):
         self.build(self.choose.randrange(100))
-        early = ["load", "edit", "merge", "put", "average"] if not self.sharded else []
+        early = ["load", "edit", "merge", "put", "average", "clear"] if not self.sharded else []
         for name in self.choose.sample(early, k=self.choose.randrange(len(early) + 1)):
             self.do(name)
         self.wrap()
@@ -350,12 +405,13 @@ def resumed(rank, world_size, seed, mode, folder):
     """Go on with what another number of ranks has saved, under FSDP2."""
     program = Program(seed, "fsdp", rank, world_size, RECIPES)
     program.build(77)
-    program.exact, program.restarts = False, ""
+    program.exact = False
     program.wrap()
     program.optimize()
     states = program.states()
     dcp.load(states, checkpoint_id=folder)
     program.take(states)
+    program.is_rounded = False
     program.check("resume")
     for name in ("step", "edit", "step", "skip", "load", "step"):
         program.do(name)

@@ -9,7 +9,6 @@
 The weights of linear layers hold FP8 codes and nothing else.
 """
 
-import fp8_te_init.masters.without  # noqa: F401  registers its warning
 from fp8_common.plugin import check_version
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_te_init.build import convert_linear, fp8_model_init

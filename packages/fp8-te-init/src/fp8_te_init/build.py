@@ -87,7 +87,7 @@ def fp8_model_init(
     native = enabled and backend != "te" and not (backend == "auto" and type(recipe).__name__ in _TE_ALONE)
     building = _Building(
         config=_config(recipe, config) if native else None,
-        options={"preserves": preserve_high_precision_init_val, "release_on": release},
+        options={"keeps": release if preserve_high_precision_init_val else None},
     )
     token = _building.set(building)
     try:
@@ -130,7 +130,7 @@ def convert_linear(
         raise Fp8Error(f"No nn.Linear layer to convert.{_told(left)} Check module_filter_fn and the model.")
     # By id of the plain weight: layers that share one get one FP8 weight. All of them are held by their layers until
     # they are looked up here, so none can have the id of one that is gone.
-    made, options = dict[int, nn.Parameter](), {"preserves": preserve_high_precision_init_val, "release_on": release}
+    made, options = dict[int, nn.Parameter](), {"keeps": release if preserve_high_precision_init_val else None}
     for name, own in chosen.items():
         layer: Any = model.get_submodule(name)
         plain = layer.weight

@@ -55,7 +55,7 @@ class PrimaryFloat8Linear(nn.Linear):
         Args:
             module: The layer.
             config: How it computes.
-            options: `preserves` and `release_on` of weights that are made of values later.
+            options: `keeps` of weights that are made of values later.
         """
         # not a new module: hooks, names and other modules' references to this one stay as they are
         adopted: Any = module
@@ -121,7 +121,7 @@ class PrimaryFloat8Linear(nn.Linear):
         if held is None or (held.shape, held.dtype, held.device) != (plain.shape, plain.dtype, plain.device):
             options = self.weight_options
             if isinstance(held, PrimaryFloat8Weight):
-                options = {"preserves": held.state.preserves, "release_on": held.state.release_on}
+                options = {"keeps": held.state.keeps}
             self.hold(new_weight(plain, self.config, options))
             held = self._parameters["weight"]
             assert held is not None  # noqa: S101  just made
@@ -159,8 +159,8 @@ class PrimaryFloat8Linear(nn.Linear):
         # no features on one side: there is nothing to cast
         output = fp8_linear(input, weight, self.spec) if weight.numel() else F.linear(input, weight.to(input.dtype))
         state = _state_behind(weight)
-        if state is not None and state.release_on == "forward":
-            state.release()
+        if state is not None:
+            state.after_forward()
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
     @torch.no_grad()

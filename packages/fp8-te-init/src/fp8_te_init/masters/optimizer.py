@@ -18,7 +18,7 @@ from fp8_common import Fp8Error
 from fp8_common.torch.compat import local_of, version_of
 from fp8_common.torch.sharding import fsdp
 from fp8_common.torch.sharding.agreement import group_of_parts
-from fp8_te_init.masters.values import gradient_of, has_written, new_master, tell_of_master, writes_to
+from fp8_te_init.masters.values import gradient_of, new_master, tell_of_master, writes_to
 from fp8_te_init.te import fp8_of
 from fp8_te_init.weight.all_gather import quantize_together
 from fp8_te_init.weight.state import Record, WeightState
@@ -92,7 +92,7 @@ class MasterOptimizer(Optimizer):
         """Take what a copy is made of: copied masters are those of copied weights."""
         super().__setstate__(state)
         for parameter, master in self._masters.items():
-            tell_of_master(parameter, master)
+            tell_of_master(parameter, master, rounds=self._round_through_dtype)
             # of an FP8 weight, a comparison finds whether it was written to before the copy
             known = writes_to(parameter) if fp8_of(parameter) is None else ()
             self._agreed[parameter] = (known, version_of(local_of(master)))
@@ -114,7 +114,7 @@ class MasterOptimizer(Optimizer):
                 master = weight.live_master if isinstance(weight, WeightState) else None
                 rounded += master is None and weight is not None and weight.start is None
                 self._masters[parameter] = new_master(parameter) if master is None else master
-                tell_of_master(parameter, self._masters[parameter])
+                tell_of_master(parameter, self._masters[parameter], rounds=self._round_through_dtype)
                 self._agree(parameter)
             params.append(self._masters.get(parameter, parameter))
         if rounded:
@@ -183,6 +183,8 @@ class MasterOptimizer(Optimizer):
             if isinstance(parameter, DTensor):
                 written.add(id(local_of(parameter)))
         self.reductions += quantize_together(waiting, record=record)
+        for weight, *_ in waiting:
+            weight.displaced = None
         _reshard(written)
         for parameter in self._masters:
             self._agree(parameter)
@@ -193,9 +195,6 @@ class MasterOptimizer(Optimizer):
     def _agree(self, parameter: torch.Tensor) -> None:
         """Take a parameter and its master as they are now for equal up to rounding."""
         self._agreed[parameter] = (writes_to(parameter), version_of(local_of(self._masters[parameter])))
-        weight = fp8_of(parameter)
-        if isinstance(weight, WeightState):
-            weight.settle_master()
 
     def _follow_writes(self, parameters: Iterable[torch.Tensor] | None = None, *, stepping: bool = False) -> None:
         """Start the masters of parameters anew that something else wrote to; they would undo it otherwise."""
@@ -211,10 +210,12 @@ class MasterOptimizer(Optimizer):
                     local.copy_(torch.where(local.to(own.dtype) == own, local, own))
                     self._agree(parameter)
                 continue
+            if isinstance(weight, WeightState):
+                weight.check()  # values and codes that are written reach the master at once; loads in place, here
             # Masters that were loaded may be those of weights that are loaded next.
-            if known == weight.version or (known is None and not stepping):
+            if (known is None and not stepping) or (known is not None and known == writes_to(parameter)):
                 continue
-            if not has_written(weight, self._rounded(parameter, local)):
+            if not torch.equal(weight.quantized(self._rounded(parameter, local)), weight.own_codes):
                 local.copy_(weight.best_values())
                 restarted += 1
             self._agree(parameter)
@@ -274,7 +275,7 @@ class MasterOptimizer(Optimizer):
         """Drop the values before rounding of the weights that a step has changed."""
         for parameter in self._masters:
             weight = fp8_of(parameter)
-            if isinstance(weight, WeightState) and weight.preserves and weight.release_on != "manual":
+            if isinstance(weight, WeightState) and weight.keeps not in (None, "manual"):
                 weight.release()
 
     def _evaluation_of(self, closure: Callable[[], Any]) -> Callable[[], Any]:

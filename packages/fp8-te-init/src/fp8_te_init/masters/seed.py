@@ -119,14 +119,11 @@ def rescale_(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
         StaleInitError: The values before rounding of a weight do not belong to its codes.
     """
     weights = list(fp8_weights(model))
-    waiting = [
-        (weight, _present_values(weight), group or group_of_parts(parameter)) for _, parameter, weight in weights
-    ]
-    reductions = quantize_together(waiting)
     for _, _, weight in weights:
-        if isinstance(weight, WeightState):
-            weight.writes += 1
-    return reductions
+        weight.init_values()  # raises if they are stale
+    return quantize_together(
+        [(weight, weight.best_values(), group or group_of_parts(parameter)) for _, parameter, weight in weights]
+    )
 
 
 def fp8_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, WeightState | TeWeight]]:
@@ -139,20 +136,6 @@ def fp8_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, WeightSta
         weight = fp8_of(parameter)
         if weight is not None:
             yield name, parameter, weight
-
-
-def _present_values(weight: WeightState | TeWeight) -> torch.Tensor:
-    """Return the most exact values that the codes are made of: the start, the master, else the rounded ones."""
-    start = weight.init_values()
-    if start is not None:
-        return start.to(weight.device)
-    master = weight.live_master if isinstance(weight, WeightState) else None
-    if master is not None:
-        local = local_of(master).detach()
-        for values in (local, local.to(weight.dtype)):  # with `round_through_dtype`
-            if torch.equal(weight.quantized(values), weight.own_codes):
-                return values
-    return weight.values()
 
 
 def _checked(optimizer: Any, model: Any, fallback: Any) -> list[Optimizer]:

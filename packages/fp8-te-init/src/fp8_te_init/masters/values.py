@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fp8_common.torch.compat import distributed_like, local_of, version_of
-from fp8_te_init.te import TeWeight, fp8_of
+from fp8_te_init.te import fp8_of
 from fp8_te_init.weight.state import WeightState
 
 
@@ -19,32 +19,24 @@ def new_master(parameter: torch.Tensor) -> torch.Tensor:
     return distributed_like(parameter, values.to(local.device, torch.float32, copy=True))
 
 
-def tell_of_master(parameter: torch.Tensor, master: torch.Tensor) -> None:
-    """Let an FP8 weight of this package know its master, which other optimizers of it then share."""
-    weight = fp8_of(parameter)
-    if isinstance(weight, WeightState):
-        weight.master = weakref.ref(master)
-
-
-def has_written(weight: WeightState | TeWeight, master: torch.Tensor) -> bool:
-    """Return whether a master has what was written to its weight: the same codes, and the same bits where known.
+def tell_of_master(parameter: torch.Tensor, master: torch.Tensor, *, rounds: bool) -> None:
+    """Let an FP8 weight of this package know its master, which other optimizers of it then share.
 
     Args:
-        weight: The weight.
-        master: [n, columns], what is quantized of the master.
+        parameter: The weight.
+        master: Its master.
+        rounds: Whether it is rounded to the weight's dtype before it is quantized.
     """
-    if not torch.equal(weight.quantized(master), weight.own_codes):
-        return False
-    if not (isinstance(weight, WeightState) and weight.written_for_master):
-        return True
-    written = weight.best_values()
-    # A write of nothing but this master's rounding (averages that are taken out again) leaves the master.
-    return torch.equal(written, master.to(written.dtype)) or torch.equal(written, weight.values(written.dtype))
+    weight = fp8_of(parameter)
+    if isinstance(weight, WeightState):
+        weight.master = weakref.ref(master), parameter.dtype if rounds else torch.float32
 
 
 def writes_to(parameter: torch.Tensor) -> Any:
     """Return what changes with every write to a parameter that can be seen."""
     weight = fp8_of(parameter)
+    if isinstance(weight, WeightState):
+        return ()  # its master has them already
     return version_of(local_of(parameter)) if weight is None else weight.version
 
 

@@ -87,7 +87,7 @@ def pre_all_gather(weight: Any, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, .
     rows = state.rows if state.rows == state.full_shape[0] else -(-state.full_shape[0] // mesh.size())
     padded = torch.Size((rows, *state.full_shape[1:]))
     codes = state.codes if state.codes.shape == padded else state.own_codes
-    return (fsdp.pad_rows(codes, padded),), (state.scale, state)
+    return (fsdp.pad_rows(codes, padded),), (state.scale, state if origin is None else origin)
 
 
 def post_all_gather(

@@ -1,7 +1,9 @@
-"""State dicts: uint8 codes under the weight's name; scales and history are buffers of the module.
+"""State dicts: uint8 codes [rows, 1, columns] under the weight's name; scales and history are buffers of the module.
 
-torch saves, loads, moves and broadcasts them like any tensor. A checkpoint of the unconverted model loads too: its
-values are quantized, and become the new start. Values before rounding are never part of a state dict.
+torch saves, loads, moves and broadcasts them like any tensor. The dimension of 1 is for other models: none of their
+loaders takes codes for values, since no weight of a linear layer has three dimensions. A checkpoint of the unconverted
+model loads too: its values are quantized, and become the new start. Values before rounding are never part of a state
+dict.
 """
 
 from functools import partial
@@ -9,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fp8_common.torch.compat import distributed_like, local_of, state_dict_hooks
 from fp8_te_init.weight.all_gather import agree_on_written
@@ -68,17 +71,31 @@ def _codes_out(name: str, module: nn.Module, state_dict: dict, prefix: str, loca
             state_dict.pop(f"{prefix}{buffer}", None)
     elif primary is not None:
         # a view of the storage: what is read into it (dcp.load) counts as a write there
-        state_dict[f"{prefix}{name}"] = distributed_like(value, primary.view_of(primary.state.codes))
+        codes = primary.view_of(primary.state.codes).unsqueeze(1)
+        if isinstance(value, DTensor):
+            rows, columns = value.shape
+            codes = DTensor.from_local(
+                codes,
+                value.device_mesh,
+                value.placements,
+                run_check=False,
+                shape=torch.Size((rows, 1, columns)),
+                stride=(columns, columns, 1),
+            )
+        state_dict[f"{prefix}{name}"] = codes
 
 
 def _codes_in(name: str, module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *rest: Any) -> None:
     """Prepare what is about to be loaded: values of the unconverted model, or codes that are assigned."""
-    key, primary = f"{prefix}{name}", primary_of(module._parameters.get(name))
-    given = state_dict.get(key)
+    key, parameter = f"{prefix}{name}", module._parameters.get(name)
+    given, primary = state_dict.get(key), primary_of(parameter)
     if primary is None or not isinstance(given, torch.Tensor):
         return
     show_scales(module, name)
     local, state = local_of(given), primary.state
+    if local.ndim == 3 and local.dtype == torch.uint8 and local.shape[1:] == (1, primary.shape[1]):
+        local = local.squeeze(1)
+        given = state_dict[key] = local if not isinstance(given, DTensor) else distributed_like(parameter, local)
     own = {prefix + b: t for b, t in zip(buffer_names(name, state), (state.scale, state.history), strict=True)}
     own = {buffer: tensor for buffer, tensor in own.items() if tensor is not None}
     if state.loading and not state.scales_came:
@@ -107,11 +124,11 @@ def _assigned(
     """Return an FP8 weight that holds given codes and scales themselves, or the quantized values."""
     if given.is_floating_point():
         codes = torch.zeros(given.shape, dtype=torch.uint8, device=given.device)
-        fresh = state.around(codes, dtype=given.dtype, unagreed=False)
+        fresh = state.around(codes, dtype=given.dtype, unagreed=False if state.sharded else None)
         if not given.is_meta:
             fresh.write(given)
         return PrimaryFloat8Weight(codes, fresh)
-    fresh = state.around(given, start=None, unagreed=False)
+    fresh = state.around(given, start=None)
     fresh.expect_scales()
     if scale is not None:
         fresh.scale, fresh.history = scale, history if state.history is not None else None

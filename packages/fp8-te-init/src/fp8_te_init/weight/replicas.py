@@ -37,11 +37,9 @@ def broadcast_weights_(model: nn.Module, group: dist.ProcessGroup | None = None,
     for state in states:
         for tensor in _sent(state):
             dist.broadcast(tensor, source, group=group)
-        start = _broadcast_start(state, group, source)
+        state.start = _broadcast_start(state, group, source)
         state.settle()
-        state.writes += 1
-        state.synchronized = state.version
-        state.start = start if state.preserves or state.unagreed else None
+        state.follow_codes()
 
 
 def _sent(state: WeightState) -> list[torch.Tensor]:
@@ -49,7 +47,7 @@ def _sent(state: WeightState) -> list[torch.Tensor]:
 
 
 def _refuse_unlike(states: list[WeightState], group: dist.ProcessGroup, source: int) -> None:
-    mine = [(tuple(s.codes.shape), tuple(s.full_shape), s.first_row, s.cast, s.dtype) for s in states]
+    mine = [(tuple(s.codes.shape), s.region, s.cast, s.dtype) for s in states]
     theirs = [mine]
     dist.broadcast_object_list(theirs, source, group=group)
     if _any_rank(theirs[0] != mine, group):
@@ -61,15 +59,15 @@ def _refuse_unlike(states: list[WeightState], group: dist.ProcessGroup, source: 
 
 def _refuse_other_masters(states: list[WeightState], group: dist.ProcessGroup, source: int) -> None:
     """Refuse if this would part weights from masters: they would start anew from rounded values on some ranks alone."""
-    owned = [state.live_master is not None for state in states]
+    owned = [state.live_master is not None and dist.get_rank() != source for state in states]
     if not _any_rank(any(owned), group):
         return
     differs = False
-    for state in states:
+    for state, is_owned in zip(states, owned, strict=True):
         for tensor in _sent(state):
             theirs = tensor.clone()
             dist.broadcast(theirs, source, group=group)
-            differs |= not torch.equal(theirs, tensor)
+            differs |= is_owned and not torch.equal(theirs, tensor)
     if _any_rank(differs, group):
         raise Fp8Error(
             "The ranks hold different FP8 weights, and masters were made from them already. Wrap the model in "
@@ -84,10 +82,10 @@ def _any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
 
 
 def _broadcast_start(state: WeightState, group: dist.ProcessGroup, source: int) -> torch.Tensor | None:
-    header = torch.tensor([state.start is not None, state.unagreed], dtype=torch.int32, device=state.device)
+    header = torch.tensor([state.start is not None, bool(state.unagreed)], dtype=torch.int32, device=state.device)
     dist.broadcast(header, source, group=group)
     has_start, unagreed = header.tolist()
-    state.unagreed = bool(unagreed)
+    state.unagreed = bool(unagreed) if state.sharded else None
     if not has_start:
         return None
     if dist.get_rank() == source and state.start is not None:
@@ -95,7 +93,7 @@ def _broadcast_start(state: WeightState, group: dist.ProcessGroup, source: int) 
     else:
         start = torch.empty(state.own_codes.shape, dtype=state.dtype, device=state.device)
     dist.broadcast(start, source, group=group)
-    return start if state.unagreed and not state.preserves else start.cpu()
+    return start if state.unagreed and state.keeps is None else start.cpu()
 
 
 def _on_module(owner: nn.Module, name: str, module: nn.Module) -> None:

@@ -7,6 +7,7 @@ initialization function works on it, and what it makes is preserved exactly. FSD
 
 import copy
 import dataclasses
+import functools
 import logging
 import weakref
 from typing import Any
@@ -25,6 +26,7 @@ from fp8_common.torch.compat import (
     wrapper_of,
     written_tensors,
 )
+from fp8_common.torch.sharding.scale_grid import Region
 from fp8_te_init.weight import all_gather
 from fp8_te_init.weight.state import WeightState
 
@@ -94,12 +96,11 @@ class PrimaryFloat8Weight(torch.Tensor):
         Raises:
             StaleInitError: The codes were changed behind its back.
         """
-        values = self._state.init_values()
-        return values if self._state.preserves else None
+        return None if self._state.keeps is None else self._state.init_values()
 
     def clear_high_precision_init_val(self) -> None:
         """Drop the values before rounding, and preserve none from now on."""
-        self._state.clear()
+        self._state.release()
 
     # ------------------------------------------------------------ what else it offers
 
@@ -150,12 +151,15 @@ class PrimaryFloat8Weight(torch.Tensor):
         if not self.is_whole:
             raise Fp8Error("Set .data of the weight itself; this is a view of a part of it. Use copy_.")
         # The state of this weight has the scales that the layer shows as buffers; old aliases get a state with copies.
-        before, own = self._state, self._state.around(self._state.codes.clone())
+        before = self._state
+        own = before.around(before.codes.clone(), master=before.master, displaced=before.displaced)
+        before.displaced = None
         loading = before.loading
         own.scale, own.history, before.scale, before.history = before.scale, before.history, own.scale, own.history
         for state in (own, before):
             state.settle()
-        own.writes, own.master, before.loading = before.writes + 1, before.master, loading
+        if loading:
+            before.expect_scales()
         self._codes, self._state = self.view_of(own.codes), own
         with torch.no_grad():
             self.copy_(values)
@@ -192,8 +196,9 @@ class PrimaryFloat8Weight(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """Pickle codes and scales; values before rounding are never part of it."""
         state = self._state
-        names = ("cast", "codes", "scale", "history", "full_shape", "dtype", "first_row", "sharded")
+        names = ("cast", "codes", "scale", "history", "dtype")
         fields = {name: getattr(state, name) for name in names}
+        fields |= {"region": state.region, "unagreed": False if state.sharded else None}
         trained = self.requires_grad if isinstance(self, nn.Parameter) else None
         return _rebuild, (fields, self._codes, trained)
 
@@ -237,9 +242,8 @@ class PrimaryFloat8Weight(torch.Tensor):
         if func is aten.copy_.default and isinstance(first, cls) and _is_codes(args[1]):
             return _copy_codes(first, args[1])
         written: Any = [w for w in written_tensors(func, args, kwargs) if isinstance(w, cls)]
-        if func is torch.ops.c10d.broadcast_.default and written and all(w.state.is_synchronized for w in written):
-            copies = pytree.tree_map_only(cls, lambda w: w.dequantize(), args[0])  # DDP, after `broadcast_weights_`
-            return args[0], func(copies, *args[1:], **kwargs)[1]
+        if func is torch.ops.c10d.broadcast_.default and isinstance(args[0][0], cls) and args[0][0].is_whole:
+            return _broadcast(func, args, kwargs)
         if written and func.namespace in _COLLECTIVES:
             raise Fp8Error(
                 f"{func} would write to an FP8 weight, whose codes cannot be summed or filled by other ranks. Use "
@@ -283,30 +287,46 @@ def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFlo
                 f"FP8 weights take codes as uint8, got {source.dtype}: view them as bytes (codes.view(torch.uint8)), "
                 "and give the scales that belong to them too."
             )
-        target._codes.copy_(source)
+        mine.displace()
+        target._codes.copy_(source.squeeze(1) if source.ndim == target.ndim + 1 else source)
         mine.expect_scales()
         return target
     other = source._state
-    if (mine.cast, mine.full_shape) != (other.cast, other.full_shape):
-        return _write(aten.copy_.default, (target, source.dequantize()), {}, [target])
-    target._codes.copy_(source._codes)
     if mine is other:
+        target._codes.copy_(source._codes)
         return target
-    refused = other.problem is not None
     # FSDP2 cuts a weight by copying a view of its rows into a padded tensor of `new_zeros`: the place of the view in
     # its storage tells which rows these are.
-    row = int(source._codes.storage_offset() - other.codes.storage_offset()) // max(1, other.codes.shape[1])
-    if mine.scale is not other.scale:
-        mine.scale.copy_(other.scale)
-        if mine.history is not None and other.history is not None:
-            mine.history.copy_(other.history)
-    mine.first_row, mine.unagreed = other.first_row + row, other.unagreed
-    known = mine.preserves or mine.unagreed or mine.live_master is not None
-    mine.start = other.start[row : row + mine.rows].clone() if known and other.start is not None else None
-    mine.writes += 1
-    mine.settle()
-    mine.loading = refused  # FSDP2 copies after a load, on ranks with padding alone: all ranks raise at the next use
+    columns = max(1, other.full_shape[1])
+    row, inside = divmod(int(source._codes.storage_offset() - other.codes.storage_offset()), columns)
+    rows_alone = inside == 0 and source._codes.shape[1:] == other.codes.shape[1:]
+    fresh = mine.first_row >= mine.full_shape[0]
+    if (mine.cast, mine.full_shape) != (other.cast, other.full_shape) or not (
+        rows_alone and (fresh or (target.is_whole and source.shape == target.shape))
+    ):
+        return _write(aten.copy_.default, (target, source.dequantize()), {}, [target])
+    mine.take(other, row)
     return target
+
+
+def _broadcast(func: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Broadcast codes, scales and history of whole weights, as layer-wise optimizers do after a step.
+
+    A master of a rank that receives another weight starts again from it.
+    """
+    state = args[0][0].state
+    state.displace()
+    own = [state.codes, state.scale, *([] if state.history is None else [state.history])]
+    before = state.around(state.codes.clone())
+    for tensor in own[:-1]:
+        func([tensor], *args[1:], **kwargs)[1].wait()
+    done = func(own[-1:], *args[1:], **kwargs)[1]
+    done.wait()
+    state.settle()
+    if not before.holds_codes_of(state):
+        state.start = None
+        state.follow_codes()
+    return args[0], done
 
 
 def _twin(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -> PrimaryFloat8Weight | None:
@@ -317,17 +337,27 @@ def _twin(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -> 
     if func is aten.new_zeros.default and torch.Size(rest[0])[1:] == state.full_shape[1:]:
         # FSDP2 makes the padded tensor for its shard so; it copies nothing to one without rows. The scales stay the
         # tensors that the layer shows as buffers.
+        state.follow_loads()
         codes = func(weight._codes, rest[0], *rest[1:], **options)
         start = None if state.start is None else state.start[:0]
         shard = dataclasses.replace(
-            state, codes=codes, sharded=True, first_row=state.full_shape[0], start=start, checked=None
+            state,
+            codes=codes,
+            region=Region.along(0, state.full_shape[0], state.full_shape),
+            unagreed=bool(state.unagreed),
+            start=start,
+            displaced=None,
+            checked=None,
+            known=None,
         )
-        shard.settle()
-        shard.loading = state.loading
+        if state.loading:
+            shard.expect_scales()
         return PrimaryFloat8Weight(codes, shard)
     if func not in _COPIES or not weight.is_whole:
         return None
-    made: dict[str, Any] = {"start": None, "unagreed": False} if func is aten.empty_like.default else {}
+    made: dict[str, Any] = {}
+    if func is aten.empty_like.default:
+        made = {"start": None, "unagreed": False if state.sharded else None}
     fresh = state.around(func(state.codes, *rest, **options), **made)
     if fresh.device != state.device:
         fresh.uploaded_from = weakref.ref(state)
@@ -340,10 +370,10 @@ def _write(func: Any, args: tuple, kwargs: dict, written: list[PrimaryFloat8Weig
     states = {id(weight._state): weight._state for weight in written}
     if any(state.codes.is_meta for state in states.values()):
         return args[0]
-    if func is aten.copy_.default and _holds_already(args[0], args[1]):
-        return args[0]  # otherwise the start would be lost to rounded values
-    _warn_of_rounding(func, list(states.values()))
-    values = {key: _values_to_change(state) for key, state in states.items()}
+    replaces = func.overloadpacket in _OVERWRITES or torch.Tag.nondeterministic_seeded in func.tags
+    if not replaces:
+        _warn_of_rounding(func, list(states.values()))
+    values = {key: _values_to_change(state, replaces) for key, state in states.items()}
 
     def plain(weight: PrimaryFloat8Weight) -> torch.Tensor:
         whole = values.get(id(weight._state))
@@ -352,46 +382,36 @@ def _write(func: Any, args: tuple, kwargs: dict, written: list[PrimaryFloat8Weig
     plain_args, plain_kwargs = pytree.tree_map_only(PrimaryFloat8Weight, plain, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     for key, state in states.items():
-        state.write(values[key][: state.rows])
+        state.write(values[key][: state.rows], replaces=replaces)
     # in-place operators return the very tensor that they were called on
     return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], PrimaryFloat8Weight) else result
 
 
-def _values_to_change(state: WeightState) -> torch.Tensor:
+def _values_to_change(state: WeightState, replaces: bool) -> torch.Tensor:
     """Return what a write starts from, of the shape of the storage, zeros where there is padding."""
-    best = state.best_values()
-    # values of a weight that stands for more bits now (`.float()`) are not rounded to those of before
-    dtype = torch.promote_types(best.dtype, state.dtype) if state.start is not None else state.dtype
+    best = state.values(state.dtype) if state.problem is not None else state.best_values()
+    # Neither values of a weight that stands for more bits now (`.float()`) nor masters are rounded to its dtype.
+    known = state.start is not None or not (replaces or state.live_master is None)
+    dtype = torch.promote_types(best.dtype, state.dtype) if known else state.dtype
     whole = torch.zeros(state.codes.shape, dtype=dtype, device=state.device)
     whole[: state.rows] = best
     return whole
 
 
-def _holds_already(weight: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return whether an unsharded weight holds exactly these values (put back by DDP, or after an evaluation)."""
-    if not isinstance(weight, PrimaryFloat8Weight) or weight.state.sharded:
-        return False
-    if (values.dtype, values.shape, values.device) != (weight.dtype, weight.shape, weight.device):
-        return False
-    bits = torch.int32 if weight.dtype == torch.float32 else torch.int16  # 0 and -0 have codes of their own
-    return torch.equal(weight.dequantize().contiguous().view(bits), values.contiguous().view(bits))
-
-
 def _warn_of_rounding(func: Any, states: list[WeightState]) -> None:
     """Warn of an operator that adds to rounded values: averages, optimizers without masters."""
-    if func.overloadpacket in _OVERWRITES or torch.Tag.nondeterministic_seeded in func.tags:
-        return
-    rounded = [state for state in states if state.start is None and not state.warned]
-    for state in rounded:
-        state.warned = True
-    if rounded:
-        logger.warning(
-            "%s changed %d FP8 weights of which codes alone are known: each such change is rounded to 8 bits, and "
-            "small ones are lost. Train with MasterOptimizer(AdamW, model.parameters(), ...), and change or average "
-            "its masters (master_of, write_back).",
-            func.overloadpacket.__name__,
-            len(rounded),
-        )
+    if any(state.start is None and state.live_master is None for state in states):
+        tell_of_rounding(func.overloadpacket.__name__)
+
+
+@functools.cache
+def tell_of_rounding(name: str) -> None:
+    """Warn, once for each operator."""
+    logger.warning(
+        "%s changed an FP8 weight of which codes alone are known: each such change is rounded to 8 bits, and small "
+        "ones are lost. Train with MasterOptimizer(AdamW, model.parameters(), ...).",
+        name,
+    )
 
 
 def _rebuild(fields: dict, codes: torch.Tensor, trained: bool | None) -> torch.Tensor:
