@@ -118,6 +118,7 @@ class Linear(nn.Module):
     """Quantizes its weight as the last act of its constructor, and attaches the copy as the real one does."""
 
     building = (False, DelayedScaling(), False)
+    __module__ = "transformer_engine.pytorch.module.linear"
 
     def __init__(self, inputs, outputs, dtype=torch.float32, device="cpu"):
         super().__init__()

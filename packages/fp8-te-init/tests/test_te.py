@@ -303,3 +303,82 @@ def test_layers_that_are_sharded_before_they_are_reset_start_from_their_rows(
 def test_shards_that_cut_blocks_are_refused_on_all_ranks(run_ranks, recipe, unit, rows):
     for message in run_ranks(2, deferred, recipe, (128, rows)):
         assert f"in multiples of {unit}; this one has {rows} rows on 2 ranks" in message
+
+
+# ---------------------------------------------------------------- when copies go
+
+
+def get_of(net):
+    return [layer.weight.get_high_precision_init_val() for layer in net]
+
+
+@pytest.mark.parametrize(
+    ("release", "after_forward", "after_step"),
+    [("seed", [True, True], [False, False]), ("forward", [False] * 2, [False] * 2), ("manual", [True] * 2, [True] * 2)],
+)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_drops_copies_of_te_modules_by_the_rule_for_native_layers(recipe, release, after_forward, after_step):
+    """`release` was ignored: old values stayed after a step, and a second optimizer raised StaleInitError."""
+    sizes = (64, 160, 96)
+    net = te.built(dtype=torch.float32, recipe=RECIPES[recipe], sizes=sizes, release=release)
+    optimizer = sgd(net)
+    net(torch.ones(2, 64))
+    assert [value is not None for value in get_of(net)] == after_forward
+    train_on(net, optimizer, [torch.ones(8, 64)])
+    assert [value is not None for value in get_of(net)] == after_step
+    assert fti.memory_report(net).copies == (4 * (64 * 160 + 160 * 96) if release == "manual" else 0)
+    again = sgd(net)
+    assert all(again.master_of(layer.weight) is optimizer.master_of(layer.weight) for layer in net), "they share it"
+
+
+@pytest.mark.parametrize(("release", "left"), [("seed", False), ("forward", False), ("manual", True)])
+def test_te_modules_that_no_optimizer_holds_drop_their_copies_after_the_first_forward(release, left):
+    net = te.built(dtype=torch.float32, release=release)
+    assert all(value is not None for value in get_of(net))
+    net[0](torch.ones(2, 24))
+    assert [value is not None for value in get_of(net)] == [left, True], "each after its own"
+    net(torch.ones(2, 24))
+    assert [value is not None for value in get_of(net)] == [left, left]
+
+
+# ---------------------------------------------------------------- weights that are FP8 no more
+
+
+def cut(rank, world_size):
+    """Build on the device, then shard: what TransformerEngine's block-scaled tensors become plain tensors of."""
+    with te.installed():
+        model = te.built(dtype=torch.float32, sizes=(128, 256), recipe=te.Float8BlockScaling(), backend="te")
+        told = []
+        try:
+            shard(model, world_size)
+        except Fp8Error as error:
+            return [str(error)]
+        optimizer = sgd(model)
+        try:
+            fti.seed_masters(optimizer, model)
+        except Fp8Error as error:
+            told.append(str(error))
+        return told
+
+
+@pytest.mark.distributed
+def test_a_weight_that_fully_shard_cut_into_plain_values_is_told_of_on_all_ranks(run_ranks):
+    """Strict seeding reported success, with masters from rounded values."""
+    for told in run_ranks(2, cut):
+        assert len(told) == 1
+        assert "was built as an FP8 weight of TransformerEngine, and is a Tensor of torch.float32 now" in told[0]
+        assert "meta device (device='meta'), fully_shard, to_empty, then reset_parameters" in told[0]
+
+
+def test_a_plain_weight_in_the_place_of_an_fp8_one_is_told_of_by_seeding_and_the_report(caplog):
+    net = te.built(dtype=torch.float32)
+    optimizer = sgd(net)
+    net[1]._parameters["weight"] = nn.Parameter(net[1].weight.dequantize())  # as FSDP2 puts parameters
+    with pytest.raises(fti.MissingInitError, match=r"1\.weight was built as an FP8 weight"):
+        fti.seed_masters(optimizer, net)
+    fti.memory_report(net)
+    assert "1.weight was built as an FP8 weight" in caplog.text
+    net[1].weight = nn.Parameter(torch.ones(16, 40))  # the user's own
+    caplog.clear()
+    fti.memory_report(net)
+    assert not caplog.text

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.sharding.replaced import mark_replaced
 from fp8_te_init.linear import REGISTERED, PrimaryFloat8Linear, new_weight
 from fp8_te_init.te import te_context
+from fp8_te_init.te_modules import begin, is_of_te, on_parameter
 from fp8_te_init.weight.checkpoint import show_scales
 from fp8_te_init.weight.state import Release
 from fp8_te_init.weight.tensor import primary_of
@@ -73,8 +75,9 @@ def fp8_model_init(
             object of TransformerEngine. "tensorwise" by default. MX and NVFP4 recipes are for TransformerEngine alone.
         preserve_high_precision_init_val: Copy the values before rounding to the host, this rank's rows of them, until
             the masters have been made: 2 or 4 bytes for each weight.
-        release: When these copies are dropped. "seed": by `seed_masters`, and by the first step of a `MasterOptimizer`
-            that trains the weight. "forward": after the first forward. "manual": by `clear_high_precision_init_val`.
+        release: When these copies are dropped, those of TransformerEngine's modules too. "seed": by `seed_masters`, by
+            the first step of a `MasterOptimizer` that trains the weight, or, where none does, after the first forward.
+            "forward": after the first forward. "manual": by `clear_high_precision_init_val`.
         backend: "native" for `nn.Linear` alone, "te" for TransformerEngine's modules alone, "auto" for both.
         config: All choices of the native layers at once, instead of a recipe.
 
@@ -82,6 +85,7 @@ def fp8_model_init(
         Fp8Error: Unknown choices.
         Fp8UnsupportedError: backend="te", and TransformerEngine cannot be used here.
     """
+    _watch()
     _check_choice("release", release, Release)
     _check_choice("backend", backend, Backend)
     native = enabled and backend != "te" and not (backend == "auto" and type(recipe).__name__ in _TE_ALONE)
@@ -123,6 +127,7 @@ def convert_linear(
     Raises:
         Fp8Error: Unknown choices, a sharded model, a dtype that cannot be quantized, or nothing to convert.
     """
+    _watch()
     config = _config(recipe, config)
     _check_choice("release", release, Release)
     chosen, left = _select(model, module_filter_fn, config)
@@ -153,6 +158,11 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
             show_scales(module, name)  # an embedding that is tied to a layer
         return None
     building = _building.get()
+    if is_of_te(module):
+        if building is not None:
+            begin(module, building.options["keeps"])
+        on_parameter(module, name, parameter)
+        return None
     if building is None or building.config is None:
         return None
     # Exactly nn.Linear: `adopt` replaces the class, and what a subclass adds would be lost. A weight that is there
@@ -169,9 +179,11 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
     return weight
 
 
-# Once, and never taken out: torch walks over such hooks in other threads. Outside of a block it does nothing.
-_hook: Any = _on_parameter  # the stub says that such hooks return nothing
-register_module_parameter_registration_hook(_hook)
+@functools.cache
+def _watch() -> None:
+    """Look at parameters that are registered from now on; never taken out: torch walks over hooks in other threads."""
+    hook: Any = _on_parameter  # the stub says that such hooks return nothing
+    register_module_parameter_registration_hook(hook)
 
 
 def _config(recipe: AnyRecipe, config: LinearConfig | None) -> LinearConfig:

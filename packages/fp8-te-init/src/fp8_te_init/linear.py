@@ -23,6 +23,7 @@ from fp8_common.torch.sharding.gathered import GatheredWeight, quantized
 from fp8_common.torch.sharding.replaced import mark_replaced
 from fp8_common.torch.sharding.scale_grid import ScaleGrid
 from fp8_te_init.weight.checkpoint import show_scales
+from fp8_te_init.weight.replicas import watch
 from fp8_te_init.weight.state import WeightState
 from fp8_te_init.weight.tensor import PrimaryFloat8Weight, primary_of
 
@@ -80,6 +81,12 @@ class PrimaryFloat8Linear(nn.Linear):
         """Take an FP8 weight, and show its scales as buffers."""
         self._parameters["weight"] = weight
         show_scales(self)
+        watch()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what a copy or a pickle holds, in a process that may have built no such layer."""
+        super().__setstate__(state)
+        watch()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; plain values for "weight" are quantized, and become its new start.

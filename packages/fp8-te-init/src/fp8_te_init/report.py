@@ -1,6 +1,7 @@
 """`memory_report`, `export_fp32_state_dict`: what a model with FP8 weights holds, and the model without them."""
 
 import dataclasses
+import logging
 from typing import Any
 
 import torch
@@ -11,7 +12,10 @@ from torch.optim import Optimizer
 from fp8_common.torch.compat import CHECKPOINT_PREFIX, distributed_like, local_of
 from fp8_te_init.masters.optimizer import MASTER, MasterOptimizer
 from fp8_te_init.masters.seed import fp8_weights
+from fp8_te_init.te_modules import lost_weights
 from fp8_te_init.weight.checkpoint import is_scale
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +26,7 @@ class MemoryReport:
         parameters: Elements of FP8 weights.
         codes: Their FP8 codes.
         scales: Scales and amax histories.
-        copies: Values before rounding, on the host.
+        copies: Values before rounding, on the host; and weights as they were before a write, until the next step.
         masters: float32 masters.
         optimizer_state: The rest of the optimizer's state.
         other_parameters: Parameters that are not FP8.
@@ -52,6 +56,8 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None) -> Memor
         optimizer: Its optimizer.
     """
     weights = {id(parameter): weight for _, parameter, weight in fp8_weights(model)}
+    for sentence in lost_weights(model):
+        logger.warning("%s", sentence)
     inner = optimizer.inner if isinstance(optimizer, MasterOptimizer) else optimizer
     state = [
         (name, local_of(value).nbytes)
@@ -66,7 +72,7 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None) -> Memor
         parameters=sum(weight.own_codes.numel() for weight in weights.values()),
         codes=sum(weight.own_codes.nbytes for weight in weights.values()),
         scales=sum(weight.scale_bytes for weight in weights.values()),
-        copies=sum(0 if weight.start is None else weight.start.nbytes for weight in weights.values()),
+        copies=sum(weight.copied_bytes for weight in weights.values()),
         masters=masters,
         optimizer_state=sum(nbytes for name, nbytes in state if name != MASTER),
         other_parameters=sum(local_of(p).nbytes for p in model.parameters() if id(p) not in weights),

@@ -19,7 +19,7 @@ from fp8_common.torch.compat import local_of, version_of
 from fp8_common.torch.sharding.agreement import group_of_parts
 from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
 from fp8_te_init.errors import StaleInitError
-from fp8_te_init.weight.state import Record, WeightState
+from fp8_te_init.weight.state import Record, Release, WeightState
 from fp8_te_init.weight.tensor import primary_of
 
 PER_TENSOR, BLOCKS, MX = "Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor"
@@ -52,10 +52,14 @@ def fp8_of(parameter: object) -> "WeightState | TeWeight | None":
     primary = primary_of(parameter)
     if primary is not None:
         return primary.state
-    local: Any = local_of(parameter)
-    # along the MRO: subclasses count as well
-    kind = next((cls.__name__ for cls in type(local).__mro__ if cls.__name__ in NEEDED), None)
+    kind = kind_of(parameter)
     return None if kind is None else TeWeight(parameter, kind)
+
+
+def kind_of(parameter: object) -> str | None:
+    """Return the name of TransformerEngine's class of a parameter; None if it is none of its FP8 tensors."""
+    # along the MRO: subclasses count as well
+    return next((cls.__name__ for cls in type(local_of(parameter)).__mro__ if cls.__name__ in NEEDED), None)
 
 
 class TeWeight:
@@ -185,6 +189,35 @@ class TeWeight:
         """TransformerEngine's own copy, unchecked."""
         get = getattr(self._tensor, "get_high_precision_init_val", None)
         return None if get is None else get()
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of TransformerEngine's copy."""
+        return 0 if self.start is None else self.start.nbytes
+
+    @property
+    def keeps(self) -> Release | None:
+        """When its copy is dropped."""
+        return getattr(self._tensor, "_fp8_keeps", "seed")
+
+    @property
+    def master(self) -> Any:
+        """The float32 master, held weakly, and the dtype that it is rounded to; see `WeightState`."""
+        return getattr(self._tensor, "_fp8_master", None)
+
+    @master.setter
+    def master(self, master: Any) -> None:
+        self._tensor._fp8_master = master
+
+    @property
+    def live_master(self) -> torch.Tensor | None:
+        """The master, if it is alive."""
+        return None if self.master is None else self.master[0]()
+
+    def after_forward(self, keeps: Release | None) -> None:
+        """Drop the copy if no living master needs it."""
+        if keeps == "forward" or (keeps == "seed" and self.live_master is None):
+            self.release()
 
     def release(self) -> int:
         """Clear TransformerEngine's copy; return its bytes."""

@@ -111,7 +111,7 @@ class MasterOptimizer(Optimizer):
             weight = fp8_of(parameter)
             low = weight is not None or parameter.dtype in (torch.bfloat16, torch.float16)
             if low and parameter.requires_grad and parameter not in self._masters:
-                master = weight.live_master if isinstance(weight, WeightState) else None
+                master = None if weight is None else weight.live_master
                 rounded += master is None and weight is not None and weight.start is None
                 self._masters[parameter] = new_master(parameter) if master is None else master
                 tell_of_master(parameter, self._masters[parameter], rounds=self._round_through_dtype)
@@ -275,7 +275,7 @@ class MasterOptimizer(Optimizer):
         """Drop the values before rounding of the weights that a step has changed."""
         for parameter in self._masters:
             weight = fp8_of(parameter)
-            if isinstance(weight, WeightState) and weight.keeps not in (None, "manual"):
+            if weight is not None and weight.keeps not in (None, "manual"):
                 weight.release()
 
     def _evaluation_of(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -21,6 +21,7 @@ from fp8_te_init.errors import MissingInitError, StaleInitError
 from fp8_te_init.masters.dither import dithered
 from fp8_te_init.masters.optimizer import MASTER, MasterOptimizer
 from fp8_te_init.te import TeWeight, fp8_of
+from fp8_te_init.te_modules import ORDER, lost_weights
 from fp8_te_init.weight.all_gather import agree_on_written, quantize_together
 from fp8_te_init.weight.state import WeightState
 
@@ -84,6 +85,8 @@ def seed_masters(
             if setters:
                 values, sources[name] = _values(name, weight, fallback, seed)
                 found += [(set_, values) for set_ in setters if set_ is not None]
+        for sentence in lost_weights(model):
+            raise MissingInitError(sentence)
         trained = [name for name, parameter, _ in weights if parameter.requires_grad]
         if trained and not found and fallback is None:
             raise MissingInitError(
@@ -163,6 +166,8 @@ def _values(
     if values is not None:
         return values, "init"
     if fallback is None:
+        if isinstance(weight, TeWeight) and weight.own_codes.shape[0] != weight.full_shape[0]:
+            raise MissingInitError(f"TransformerEngine's copy of {name} did not survive fully_shard. {ORDER}")
         raise MissingInitError(
             f"The values before rounding of {name} are not known. Build the model in "
             "fp8_model_init(preserve_high_precision_init_val=True) and seed before the first step, all optimizers in "

@@ -20,7 +20,7 @@ def new_master(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def tell_of_master(parameter: torch.Tensor, master: torch.Tensor, *, rounds: bool) -> None:
-    """Let an FP8 weight of this package know its master, which other optimizers of it then share.
+    """Let an FP8 weight know its master, which other optimizers of it then share.
 
     Args:
         parameter: The weight.
@@ -28,7 +28,7 @@ def tell_of_master(parameter: torch.Tensor, master: torch.Tensor, *, rounds: boo
         rounds: Whether it is rounded to the weight's dtype before it is quantized.
     """
     weight = fp8_of(parameter)
-    if isinstance(weight, WeightState):
+    if weight is not None:
         weight.master = weakref.ref(master), parameter.dtype if rounds else torch.float32
 
 

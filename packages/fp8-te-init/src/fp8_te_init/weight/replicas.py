@@ -1,5 +1,7 @@
 """`broadcast_weights_`: the FP8 weights of one rank on all, as `DistributedDataParallel` needs them."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -109,5 +111,7 @@ def _on_module(owner: nn.Module, name: str, module: nn.Module) -> None:
         owner.parameters_to_ignore.update(buffer for buffer, _ in module.named_buffers() if is_scale(buffer))
 
 
-# Once, and never taken out: torch walks over such hooks in other threads. For any other module it does nothing.
-register_module_module_registration_hook(_on_module)
+@functools.cache
+def watch() -> None:
+    """Look at modules that are registered from now on; never taken out: torch walks over hooks in other threads."""
+    register_module_module_registration_hook(_on_module)

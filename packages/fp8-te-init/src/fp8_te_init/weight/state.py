@@ -145,6 +145,12 @@ class WeightState:
         return self.scale.nbytes + (0 if self.history is None else self.history.nbytes)
 
     @property
+    def copied_bytes(self) -> int:
+        """Bytes of values before rounding, and of the weight before the last write."""
+        own = 0 if self.start is None else self.start.nbytes
+        return own if self.displaced is None else own + self.displaced.codes.nbytes + self.displaced.copied_bytes
+
+    @property
     def fmt(self) -> Format:
         """The format of the codes."""
         return self.cast.fp8_format

@@ -1,0 +1,100 @@
+"""Modules of TransformerEngine that were built here: when they release their copies, and whether they still are FP8.
+
+What is known of a module stands in its `__dict__`, so that it is copied and dropped with the module.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fp8_common import Fp8Error
+from fp8_common.torch.compat import local_of
+from fp8_common.torch.sharding import fsdp
+from fp8_te_init.te import TeWeight, fp8_of, kind_of
+from fp8_te_init.weight.state import Release
+
+_BUILT = "_fp8_built"
+ORDER = (
+    "Use TransformerEngine's order: build on the meta device (device='meta'), fully_shard, to_empty, then "
+    "reset_parameters."
+)
+
+
+class _Built:
+    """What is known of a module.
+
+    Attributes:
+        keeps: When copies of the values before rounding are dropped; None if there are none.
+        names: The parameters that are FP8 weights.
+        holds: Whether any of them may have a copy.
+    """
+
+    def __init__(self, keeps: Release | None) -> None:
+        self.keeps, self.names, self.holds = keeps, set[str](), False
+
+
+def is_of_te(module: nn.Module) -> bool:
+    """Return whether a module is one of TransformerEngine."""
+    return any(cls.__module__.partition(".")[0] == "transformer_engine" for cls in type(module).__mro__)
+
+
+def begin(module: nn.Module, keeps: Release | None) -> None:
+    """Remember a module that is being built; its first parameter comes."""
+    if _BUILT not in module.__dict__:
+        module.__dict__[_BUILT] = _Built(keeps)
+        module.register_forward_hook(_after_forward)
+
+
+def on_parameter(module: nn.Module, name: str, parameter: torch.Tensor) -> None:
+    """Remember which parameters are FP8 weights.
+
+    Raises:
+        Fp8Error: One was, and is distributed and none any more: `fully_shard` cannot cut some of TransformerEngine's.
+    """
+    built = module.__dict__.get(_BUILT)
+    if built is None:
+        return
+    if kind_of(parameter) is not None:
+        built.names.add(name)
+        built.holds = built.keeps is not None
+        local_of(parameter)._fp8_keeps = built.keeps
+    elif name in built.names and isinstance(parameter, DTensor):
+        raise Fp8Error(_lost(f"{type(module).__name__}.{name}", parameter))
+    else:
+        built.names.discard(name)  # somebody assigns a plain parameter
+
+
+def lost_weights(model: nn.Module) -> Iterator[str]:
+    """Yield a sentence for each weight that was built as an FP8 weight and is none any more."""
+    for prefix, module in model.named_modules():
+        built = module.__dict__.get(_BUILT)
+        for name in sorted(built.names) if built is not None else ():
+            parameter = module._parameters.get(name)
+            if parameter is not None and kind_of(parameter) is None:
+                yield _lost(f"{prefix}.{name}" if prefix else name, parameter)
+
+
+def _lost(name: str, parameter: torch.Tensor) -> str:
+    local = local_of(parameter)
+    return (
+        f"{name} was built as an FP8 weight of TransformerEngine, and is a {type(local).__name__} of {local.dtype} now, "
+        f"with rounded values: fully_shard cannot cut such a tensor. {ORDER}"
+    )
+
+
+def _after_forward(module: nn.Module, *_: Any) -> None:
+    """Drop the copies that no living master needs, by the rule for layers of this package."""
+    built = module.__dict__[_BUILT]
+    if not built.holds:
+        return
+    parameters = {name: module._parameters[name] for name in built.names}
+    if any(parameter is not None and not isinstance(parameter, DTensor) for parameter in parameters.values()):
+        # gathered weights have no copies, the shards that they come from do
+        parameters |= {shard.name: shard.parameter for shard in fsdp.shards() if shard.module is module}
+    weights = [weight for each in parameters.values() if isinstance(weight := fp8_of(each), TeWeight)]
+    for weight in weights:
+        weight.after_forward(built.keeps)
+    built.holds = any(weight.start is not None for weight in weights)
