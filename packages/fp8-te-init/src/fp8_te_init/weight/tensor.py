@@ -315,7 +315,6 @@ def _broadcast(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     A master of a rank that receives another weight starts again from it.
     """
     state = args[0][0].state
-    state.displace()
     own = [state.codes, state.scale, *([] if state.history is None else [state.history])]
     before = state.around(state.codes.clone())
     for tensor in own[:-1]:
@@ -324,7 +323,7 @@ def _broadcast(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     done.wait()
     state.settle()
     if not before.holds_codes_of(state):
-        state.start = None
+        state.start = state.displaced = None
         state.follow_codes()
     return args[0], done
 
