@@ -65,6 +65,7 @@ OPERATORS = {
     "cast_transposed": (X, ONE, "e4m3"),
     "row_major": (CODES.t(),),
     "transposed_rows": (CODES, torch.tensor([2, -1, 0], dtype=torch.int32)),
+    "transposed_rows_of_all": (CODES, None),
     "grouped_matmul": (
         *(CODES, torch.ones(2), "e4m3", []),
         *(WEIGHTS, torch.ones(2), "e4m3", []),

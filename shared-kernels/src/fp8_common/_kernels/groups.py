@@ -160,14 +160,17 @@ def turn_rows_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Compute t[n, p] = q[source[p], n] of bytes, and 0 where the source is negative; t is [N, P], 16 divides P."""
+    """Compute t[n, p] = q[source[p], n] of bytes, and 0 where the source is negative; t is [N, P], 16 divides P.
+
+    Without `source`, t is the transpose of q.
+    """
     P = multiple_of_16(P)
     if ALIGNED:
         N = multiple_of_16(N)
     tiles_n = tl.cdiv(N, BN)
     p = ((tl.program_id(0) // tiles_n) * BM + tl.arange(0, BM))[:, None]
     c = ((tl.program_id(0) % tiles_n) * BN + tl.arange(0, BN))[None, :]
-    source = tl.load(source_ptr + p, mask=p < P, other=-1)
+    source = tl.where(p < P, p, -1) if source_ptr is None else tl.load(source_ptr + p, mask=p < P, other=-1)
     q = tl.load(q_ptr + source.to(tl.int64) * N + c, mask=(source >= 0) & (c < N), other=0)
     tl.store(t_ptr + c.to(tl.int64) * P + p, q, mask=(p < P) & (c < N))
 
@@ -253,8 +256,8 @@ def group_columns(
 
 
 @plan
-def turn_rows(p: int, n: int) -> Launch:
-    """Plan the bytes [n, p], p a multiple of 16, of rows of n bytes that an int32 index [p] names.
+def turn_rows(p: int, n: int, *, index: bool = True) -> Launch:
+    """Plan the bytes [n, p], p a multiple of 16, of rows of n bytes that an int32 index [p] names; of all without it.
 
     Raises:
         Fp8Error: 16 does not divide p.
@@ -265,7 +268,7 @@ def turn_rows(p: int, n: int) -> Launch:
     return Launch(
         kernel=turn_rows_kernel,
         grid=tile_count(p, 128) * tile_count(n, 64),
-        inputs={"q_ptr": "uint8", "source_ptr": "int32"},
+        inputs={"q_ptr": "uint8", "source_ptr": "int32" if index else None},
         outputs={"t_ptr": Out((n, p), "uint8")},
         scalars={"P": sizes["M"], "N": sizes["N"]},
         constants={"ALIGNED": n % 16 == 0, "BM": 128, "BN": 64},

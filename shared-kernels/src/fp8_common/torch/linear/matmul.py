@@ -246,8 +246,7 @@ def row_major(codes: torch.Tensor) -> torch.Tensor:
         return row_major_op(codes)
     if codes.shape[1] % ALIGNMENT or not casts.takes(codes):
         return codes.contiguous()
-    source = torch.arange(codes.shape[1], dtype=torch.int32, device=codes.device)
-    return transposed_rows(codes.t(), source)
+    return transposed_rows(codes.t(), None)
 
 
 @operator(fake=lambda codes: codes.new_empty(codes.shape), launches=True)

@@ -234,20 +234,28 @@ def zero_rows(y: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
 
 
 # an operator, because a compiler's code stores transposed bytes one by one
-@operator(fake=lambda codes, source: codes.new_empty((codes.shape[1], source.shape[0])), launches=True)
-def transposed_rows(codes: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return [columns, p], contiguous, of codes [rows, columns] in the order of `source` [p]; 0 for negative ones."""
+@operator(
+    fake=lambda codes, source: codes.new_empty((codes.shape[1], codes.shape[0] if source is None else source.shape[0])),
+    launches=True,
+)
+def transposed_rows(codes: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:
+    """Return [columns, p], contiguous, of codes [rows, columns] in the order of `source` [p]; 0 for negative ones.
+
+    Without `source` in their own order; 16 must divide the rows then.
+    """
     if takes(codes):
-        plan = plans().turn_rows(len(source), codes.shape[1])
+        plan = plans().turn_rows(
+            len(codes) if source is None else len(source), codes.shape[1], index=source is not None
+        )
         given = {"q_ptr": codes.contiguous().view(torch.uint8), "source_ptr": source}
         return launch(plan, codes.device, **given)[0].view(codes.dtype)
     # as bytes, because few operators know float8; the byte 0 is the value 0
-    taken = (
-        codes.view(torch.uint8)[source.clamp(min=0)]
-        if len(codes)
-        else codes.new_zeros((len(source), codes.shape[1]), dtype=torch.uint8)
-    )
-    return torch.where((source >= 0)[:, None], taken, 0).t().contiguous().view(codes.dtype)
+    taken = codes.view(torch.uint8)
+    if source is not None and len(codes):
+        taken = torch.where((source >= 0)[:, None], taken[source.clamp(min=0)], 0)
+    elif source is not None:
+        taken = taken.new_zeros((len(source), codes.shape[1]))
+    return taken.t().contiguous().view(codes.dtype)
 
 
 def check_offsets(offsets: torch.Tensor, rows: int) -> None:
