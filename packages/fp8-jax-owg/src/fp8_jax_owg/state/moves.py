@@ -6,7 +6,6 @@ given a gradient, and everything else runs as it was traced.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,8 +20,8 @@ from fp8_common import Fp8Error
 from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.cotangents import from_values, is_shared, values_of
 
-MOVES = frozenset({"broadcast_in_dim", "dynamic_update_slice", "expand_dims", "gather", "slice", "tile"})
-"""What puts elements of its operands in other places, and is transposed by JAX with additions or padding."""
+MOVES = frozenset({"broadcast_in_dim", "gather", "slice", "tile"})
+"""What puts elements of its first operand in other places, and is transposed by JAX with additions or padding."""
 
 
 def combining(fun: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -149,44 +148,34 @@ def _run_scan(equation: Any, values: list[Any]) -> list[Any]:
 
 
 def _move(equation: Any, values: list[Any]) -> list[Any]:
-    """Return the results of a move."""
-    # what is moved has the dtype of the result; the rest says where to
-    moved = [x.aval.dtype == equation.outvars[0].aval.dtype for x in equation.invars]
-    data = [x for x, flag in zip(values, moved, strict=True) if flag]
-    rest = [x for x, flag in zip(values, moved, strict=True) if not flag]
+    """Return the result of a move of the first value; the others say where to."""
+    moved, *rest = values
 
-    def apply(data: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
-        ours, others = iter(data), iter(rest)
+    def apply(x: jax.Array, rest: list[Any]) -> jax.Array:
         # of numbers of elements, see `_moved_backward`, -1 is that of what was found outside
-        changes = {"fill_value": -1} if data[0].dtype == jnp.int32 else {}
-        return _bind(equation, [next(ours) if flag else next(others) for flag in moved], **changes)
+        changes = {"fill_value": -1} if x.dtype == jnp.int32 else {}
+        return _bind(equation, [x, *rest], **changes)[0]
 
-    return _moved(apply, tuple(x.shape for x in data), data[0].dtype, data, rest)
+    return [_moved(apply, moved.shape, moved.dtype, moved, rest)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _moved(apply: Any, shapes: tuple[tuple[int, ...], ...], dtype: Any, data: list[Any], rest: list[Any]) -> list[Any]:
-    return apply(data, rest)
+def _moved(apply: Any, shape: tuple[int, ...], dtype: Any, x: jax.Array, rest: list[Any]) -> jax.Array:
+    return apply(x, rest)
 
 
 def _moved_backward(
-    apply: Any, shapes: tuple[tuple[int, ...], ...], dtype: Any, rest: list[Any], gs: list[jax.Array]
-) -> tuple[list[jax.Array], list[None]]:
+    apply: Any, shape: tuple[int, ...], dtype: Any, rest: list[Any], g: jax.Array
+) -> tuple[jax.Array, list[None]]:
     # The same move of the numbers of elements says which element each result is.
-    ends = [0, *itertools.accumulate(map(math.prod, shapes))]
-    spans = list(zip(ends, ends[1:], shapes, strict=False))
-    numbers = [jnp.arange(first, last, dtype=jnp.int32).reshape(shape) for first, last, shape in spans]
-    keys = cotangents.to_ordered(jnp.full((ends[-1], *dtype.element), cotangents.NOT_OBSERVED))
-    for g, places in zip(gs, apply(numbers, rest), strict=True):
-        # what a gather found outside of its operand has a number outside, too
-        inside = (places >= 0) & (places < ends[-1])
-        seen = cotangents.to_ordered(values_of(g))
-        keys = keys.at[jnp.where(inside, places, ends[-1])].max(seen, mode="drop")
-    greatest = cotangents.from_ordered(keys)
-    parts = [greatest[first:last].reshape(*shape, *dtype.element) for first, last, shape in spans]
-    return [from_values(part, dtype) for part in parts], [None] * len(rest)
+    size = math.prod(shape)
+    places = apply(jnp.arange(size, dtype=jnp.int32).reshape(shape), rest)
+    # what a gather found outside of its operand has a number outside, too
+    inside = (places >= 0) & (places < size)
+    keys = cotangents.to_ordered(jnp.full((size, *dtype.element), cotangents.NOT_OBSERVED))
+    keys = keys.at[jnp.where(inside, places, size)].max(cotangents.to_ordered(values_of(g)), mode="drop")
+    greatest = cotangents.from_ordered(keys).reshape(*shape, *dtype.element)
+    return from_values(greatest, dtype), [None] * len(rest)
 
 
-_moved.defvjp(
-    lambda apply, shapes, dtype, data, rest: (_moved(apply, shapes, dtype, data, rest), rest), _moved_backward
-)
+_moved.defvjp(lambda apply, shape, dtype, x, rest: (_moved(apply, shape, dtype, x, rest), rest), _moved_backward)
