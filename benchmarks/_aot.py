@@ -142,7 +142,7 @@ def cases(dtype: str = "bfloat16", fmt: str = "e4m3", square: tuple[int, int] = 
         ("square blocks both ways", k.block_both(*square, *x, square=True), 128 * 128, b, 2, 2),
         ("scales", k.scales_of_amax(SIZE, fmt, CANONICAL), 256, 0, 0, 99),
         ("cast + transpose, delayed", k.cast_transpose(*square, *x, delayed=SETTLED), tile, b, 2, 6),
-        ("cast + transpose, fitting", k.cast_transpose(*square, *x, policy=CANONICAL, delayed=FITTING), tile, b, 2, 8),
+        ("cast + transpose, fitting", k.cast_transpose(*square, *x, policy=CANONICAL, delayed=FITTING), tile, b, 2, 9),
         ("delayed update", k.delayed_update(400, 16, CANONICAL), 512, 0, 0, 99),
         ("pack gradients, stochastic", k.pack_gradients(rows, columns, pitches, *x, random=(0, 0)), 128 * 16, b, 1, 1),
         ("rows cleared", k.clear_rows(*square, dtype), 16 * 1024, 0, b, 17),

@@ -22,7 +22,7 @@ def pointer(kind):
     """Return what Triton's launcher asks of a tensor: an aligned address and a dtype."""
     dtypes = {
         "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp8e4nv": "float8_e4m3fn",
-        "fp8e5": "float8_e5m2", "i32": "int32", "i64": "int64", "u8": "uint8",
+        "fp8e5": "float8_e5m2", "i32": "int32", "i64": "int64", "u8": "uint8", "i1": "bool",
     }  # fmt: skip
     return SimpleNamespace(dtype=dtypes[kind], data_ptr=lambda: 4096)
 

@@ -96,17 +96,17 @@ def tensor_scale(
         scale = tl.load(scale_ptr)
         stored = scale
         if late_ptr is not None:
-            stored = as_float(tl.where(tl.load(late_ptr), NAN_BITS, as_bits(scale)))
+            stored = as_float(tl.where(tl.load(late_ptr) != 0, NAN_BITS, as_bits(scale)))
     else:
         # Every program computes the scale again: a few instructions, where a kernel of its own would be another launch.
         key = tl.load(scale_ptr)
         scale = scale_of_key(key, 1.0, FMAX, RULE)
         if delayed_ptr is not None:
-            earlier, usable = tl.load(delayed_ptr), tl.load(ready_ptr)
+            earlier, usable = tl.load(delayed_ptr), tl.load(ready_ptr) != 0
             if BOUND is not None:
                 usable = usable & (earlier <= BOUND * scale) & (2 * earlier >= scale)
             if late_ptr is not None:
-                earlier = as_float(tl.where(tl.load(late_ptr), NAN_BITS, as_bits(earlier)))
+                earlier = as_float(tl.where(tl.load(late_ptr) != 0, NAN_BITS, as_bits(earlier)))
             scale = tl.where(usable, earlier, scale)
         stored = scale
     if tl.program_id(0) == 0:
