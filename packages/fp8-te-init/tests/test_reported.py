@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import fp8_te_init as fti
@@ -41,7 +42,7 @@ def test_nothing_stays_of_actors_references_frozen_halves_and_inference():
 
 @on_ranks(2)
 def test_bytes_of_each_weight_before_and_after_seeding_and_release_are_those_of_this_rank(rank):
-    from tests.helpers.primary_models import deep, sharded
+    from tests.helpers.primary_models import deep, sharded  # noqa: PLC0415  by the ranks
 
     whole, model = deep(), sharded(2)
     rows = sum(weight.to_local().state.own_codes.numel() for weight in weights(model))
