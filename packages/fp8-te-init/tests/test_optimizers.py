@@ -2,7 +2,9 @@
 
 import copy
 import logging
+import sys
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -229,3 +231,27 @@ def test_evaluations_within_a_step_leave_the_history_of_delayed_scaling():
         optimizer.step(closure_of(net, optimizer))
     assert net[0].weight.state.history.count_nonzero() == 4, "the start, and one for each step"
     assert are_codes_of_masters(net, optimizer)
+
+
+# ---------------------------------------------------------------- what a step costs on the host
+
+
+def test_a_steady_step_of_two_layers_makes_few_calls_of_ours():
+    net, calls = built(), Counter()
+    optimizer = masters_for(net)
+
+    def count(frame, event, argument):
+        name = frame.f_code.co_filename
+        if event == "call" and "/fp8_" in name and "/src/" in name:
+            calls[name.rpartition("/src/")[2].partition("/")[0]] += 1
+
+    for number in range(3):
+        loss_of(net).backward()
+        sys.setprofile(count if number == 2 else None)
+        try:
+            optimizer.step()
+        finally:
+            sys.setprofile(None)
+        net.zero_grad()
+    assert calls["fp8_te_init"] <= 25, "118 before the kind of each parameter was known"
+    assert calls.total() <= 120

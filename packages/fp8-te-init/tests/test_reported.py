@@ -2,19 +2,22 @@
 
 import copy
 import functools
+import gc
 import json
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import fp8_te_init as fti
+from fp8_common import Fp8Error
 from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters, weights
-from tests.helpers.primary_models import RECIPES, built, loss_of, masters_for, plain, step
+from tests.helpers.primary_models import RECIPES, built, deep, loss_of, masters_for, plain, sharded, step
 from tests.helpers.ranks import on_ranks
 
 ELEMENTS = 24 * 40 + 40 * 16
@@ -42,8 +45,6 @@ def test_nothing_stays_of_actors_references_frozen_halves_and_inference():
 
 @on_ranks(2)
 def test_bytes_of_each_weight_before_and_after_seeding_and_release_are_those_of_this_rank(rank):
-    from tests.helpers.primary_models import deep, sharded  # noqa: PLC0415  by the ranks
-
     whole, model = deep(), sharded(2)
     rows = sum(weight.to_local().state.own_codes.numel() for weight in weights(model))
     kept = [fti.memory_report(model).copies]
@@ -61,9 +62,9 @@ def test_a_write_remembers_the_weight_of_before_until_the_next_step_and_the_repo
     net = built()
     optimizer = masters_for(net)
     net.load_state_dict(plain(5).state_dict())
-    assert fti.memory_report(net, optimizer).copies == (4 + 1) * ELEMENTS
+    assert fti.memory_report(net, optimizer).displaced == (4 + 1) * ELEMENTS
     step(net, optimizer)
-    assert fti.memory_report(net, optimizer).copies == 0
+    assert fti.memory_report(net, optimizer).displaced == 0
 
 
 # ---------------------------------------------------------------- each rank steps its own layers
@@ -135,6 +136,56 @@ def test_zero_redundancy_optimizers_train_as_one_process(rank):
     reference, _ = one_process("tensorwise", 2)
     assert alike(net)
     assert equal(codes(net), codes(reference))
+
+
+# ---------------------------------------------------------------- parameters among tools
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_saved_parameters_are_loaded_with_the_defaults_of_torch(recipe, tmp_path):
+    """TransformerEngine registers its class with torch too."""
+    net = built(recipe)
+    torch.save(dict(net.named_parameters()), tmp_path / "file")
+    loaded = torch.load(tmp_path / "file")
+    for name, parameter in net.named_parameters():
+        assert type(loaded[name]) is type(parameter)
+        assert loaded[name].requires_grad
+        assert torch.equal(loaded[name].detach() * 1, parameter.detach() * 1)
+    assert loaded["0.weight"].state.cast == net[0].weight.state.cast
+
+
+def test_parameters_have_addresses_of_their_own():
+    """Accelerate knows parameters by theirs, which was 0 for each FP8 weight."""
+    net = built()
+    addresses = {parameter.data_ptr() for parameter in net.parameters()}
+    assert len(addresses) == 4
+    assert 0 not in addresses
+
+
+@on_ranks(2)
+def test_attributes_that_are_copied_to_shards_keep_no_whole_weight_alive(rank):
+    """The examples of TransformerEngine do it: 5 bytes for each element of the whole weight stayed on each rank."""
+    net = built()
+    net[0].weight.tensor_model_parallel = True
+    state = weakref.ref(net[0].weight.state)
+    attributes = dict(vars(net[0].weight))
+    fully_shard(net)
+    for name, value in attributes.items():
+        setattr(net[0].weight, name, value)
+    del attributes
+    gc.collect()
+    assert net[0].weight.tensor_model_parallel
+    assert state() is None
+
+
+def test_a_view_of_a_flat_buffer_is_refused_as_a_part_of_a_larger_one_is():
+    net, bucket = built(), torch.ones(24 * 40)
+    before = codes(net)
+    with pytest.raises(Fp8Error, match="or a view of a flat one"):
+        net[0].weight.data = bucket.view(40, 24)
+    assert equal(codes(net), before)
+    net[0].weight.data = bucket.view(40, 24).clone()
+    assert not equal(codes(net), before)
 
 
 # ---------------------------------------------------------------- the process

@@ -26,7 +26,8 @@ class MemoryReport:
         parameters: Elements of FP8 weights.
         codes: Their FP8 codes.
         scales: Scales and amax histories.
-        copies: Values before rounding, on the host; and weights as they were before a write, until the next step.
+        copies: Values before rounding, on the host.
+        displaced: Weights as they were before a write, with their masters, until the next step.
         masters: float32 masters.
         optimizer_state: The rest of the optimizer's state.
         other_parameters: Parameters that are not FP8.
@@ -36,6 +37,7 @@ class MemoryReport:
     codes: int
     scales: int
     copies: int
+    displaced: int
     masters: int
     optimizer_state: int
     other_parameters: int
@@ -72,7 +74,8 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None) -> Memor
         parameters=sum(weight.own_codes.numel() for weight in weights.values()),
         codes=sum(weight.own_codes.nbytes for weight in weights.values()),
         scales=sum(weight.scale_bytes for weight in weights.values()),
-        copies=sum(weight.copied_bytes for weight in weights.values()),
+        copies=sum(0 if weight.start is None else weight.start.nbytes for weight in weights.values()),
+        displaced=sum(weight.displaced_bytes for weight in weights.values()),
         masters=masters,
         optimizer_state=sum(nbytes for name, nbytes in state if name != MASTER),
         other_parameters=sum(local_of(p).nbytes for p in model.parameters() if id(p) not in weights),

@@ -190,10 +190,8 @@ class TeWeight:
         get = getattr(self._tensor, "get_high_precision_init_val", None)
         return None if get is None else get()
 
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of TransformerEngine's copy."""
-        return 0 if self.start is None else self.start.nbytes
+    displaced: None = None
+    displaced_bytes = 0
 
     @property
     def keeps(self) -> Release | None:

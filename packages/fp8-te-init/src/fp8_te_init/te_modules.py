@@ -80,8 +80,8 @@ def lost_weights(model: nn.Module) -> Iterator[str]:
 def _lost(name: str, parameter: torch.Tensor) -> str:
     local = local_of(parameter)
     return (
-        f"{name} was built as an FP8 weight of TransformerEngine, and is a {type(local).__name__} of {local.dtype} now, "
-        f"with rounded values: fully_shard cannot cut such a tensor. {ORDER}"
+        f"{name} was built as an FP8 weight of TransformerEngine, and is a {type(local).__name__} of {local.dtype} "
+        f"now, with rounded values: fully_shard cannot cut such a tensor. {ORDER}"
     )
 
 

@@ -18,8 +18,8 @@ from fp8_common import Fp8Error
 from fp8_common.torch.compat import local_of, version_of
 from fp8_common.torch.sharding import fsdp
 from fp8_common.torch.sharding.agreement import group_of_parts
-from fp8_te_init.masters.values import gradient_of, new_master, tell_of_master, writes_to
-from fp8_te_init.te import fp8_of
+from fp8_te_init.masters.values import gradient_elsewhere, new_master, tell_of_master
+from fp8_te_init.te import TeWeight, fp8_of, kind_of
 from fp8_te_init.weight.all_gather import quantize_together
 from fp8_te_init.weight.state import Record, WeightState
 
@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 MASTER = "master_param"
 """Name of the master in the state of its parameter, as in TransformerEngine's FusedAdam."""
+
+
+Trained = tuple[torch.Tensor, torch.Tensor, WeightState | TeWeight | None]
+"""A parameter; its master and its FP8 rows, None for other parameters, as they are held here."""
 
 
 class MasterOptimizer(Optimizer):
@@ -68,6 +72,8 @@ class MasterOptimizer(Optimizer):
                 f"{' and no parameters' if params is None else ''}."
             )
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
+        # what a parameter is: "native", the name of a class of TransformerEngine, or None
+        self._kinds: dict[torch.Tensor, str | None] = {}
         # the versions of parameter and master when they last agreed; of the parameter None after a load
         self._agreed: dict[torch.Tensor, tuple[Any, int]] = {}
         self._shared: dict[int, dict[str, Any]] = {}
@@ -85,7 +91,7 @@ class MasterOptimizer(Optimizer):
         # through one memo, in which parameters and masters are copied once. Pickles of weights have codes alone, so
         # that masters take over now what was written.
         self._follow_writes()
-        own = ("inner", "reductions", "_masters", "_agreed", "_shared", "_round_through_dtype", "_published")
+        own = ("inner", "reductions", "_masters", "_kinds", "_agreed", "_shared", "_round_through_dtype", "_published")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -93,8 +99,8 @@ class MasterOptimizer(Optimizer):
         super().__setstate__(state)
         for parameter, master in self._masters.items():
             tell_of_master(parameter, master, rounds=self._round_through_dtype)
-            # of an FP8 weight, a comparison finds whether it was written to before the copy
-            known = writes_to(parameter) if fp8_of(parameter) is None else ()
+            # of a weight of TransformerEngine, a comparison finds whether it was written to before the copy
+            known = -1 if self._is_te(parameter) else self._writes_to(parameter)
             self._agreed[parameter] = (known, version_of(local_of(master)))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -110,6 +116,7 @@ class MasterOptimizer(Optimizer):
         for parameter in group["params"]:
             weight = fp8_of(parameter)
             low = weight is not None or parameter.dtype in (torch.bfloat16, torch.float16)
+            self._kinds[parameter] = "native" if isinstance(weight, WeightState) else kind_of(parameter)
             if low and parameter.requires_grad and parameter not in self._masters:
                 master = None if weight is None else weight.live_master
                 rounded += master is None and weight is not None and weight.start is None
@@ -128,6 +135,18 @@ class MasterOptimizer(Optimizer):
 
     # ------------------------------------------------------------ masters
 
+    def _is_te(self, parameter: torch.Tensor) -> bool:
+        return self._kinds[parameter] not in (None, "native")
+
+    def _trained(self, parameters: Iterable[torch.Tensor] | None = None) -> "list[Trained]":
+        trained = []
+        for parameter in self._masters if parameters is None else parameters:
+            kind, weight = self._kinds[parameter], None
+            if kind is not None:
+                weight = local_of(parameter)._state if kind == "native" else TeWeight(parameter, kind)
+            trained.append((parameter, local_of(self._masters[parameter]), weight))
+        return trained
+
     def owns(self, parameter: torch.Tensor) -> bool:
         """Return whether a parameter, the object that the model holds, has a master here."""
         return parameter in self._masters
@@ -140,7 +159,7 @@ class MasterOptimizer(Optimizer):
         """
         if parameter not in self._masters:
             return None
-        self._follow_writes([parameter])
+        self._follow_writes(self._trained([parameter]))
         return self._masters[parameter]
 
     @torch.no_grad()
@@ -170,14 +189,15 @@ class MasterOptimizer(Optimizer):
         """Quantize every master into its FP8 weight, and round it into other parameters. All ranks call it."""
         self._write_back("start")
 
-    def _write_back(self, record: Record) -> None:
+    def _write_back(self, record: Record, trained: "list[Trained] | None" = None) -> None:
         waiting, written = [], set[int]()
-        for parameter, master in self._masters.items():
-            weight, local = fp8_of(parameter), local_of(master)
+        trained = self._trained() if trained is None else trained
+        for parameter, local, weight in trained:
             if weight is None:  # bfloat16 or float16
                 local_of(parameter).copy_(local)
                 continue
-            waiting.append((weight, self._rounded(parameter, local), group_of_parts(parameter)))
+            values = local.to(parameter.dtype) if self._round_through_dtype else local
+            waiting.append((weight, values, group_of_parts(parameter)))
             # autograd then refuses the backward of a forward that saw the weight of before, as for plain weights
             increment_version(parameter)
             if isinstance(parameter, DTensor):
@@ -185,27 +205,30 @@ class MasterOptimizer(Optimizer):
         self.reductions += quantize_together(waiting, record=record)
         for weight, *_ in waiting:
             weight.displaced = None
-        _reshard(written)
-        for parameter in self._masters:
-            self._agree(parameter)
+        if written:
+            _reshard(written)
+        for parameter, local, weight in trained:
+            known = 0 if isinstance(weight, WeightState) else self._writes_to(parameter)
+            self._agreed[parameter] = (known, version_of(local))
 
-    def _rounded(self, parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-        return master.to(parameter.dtype) if self._round_through_dtype else master
+    def _writes_to(self, parameter: torch.Tensor) -> int:
+        """Return what changes with every write to a parameter that can be seen; the master of a native one has them."""
+        return 0 if self._kinds[parameter] == "native" else version_of(local_of(parameter))
 
     def _agree(self, parameter: torch.Tensor) -> None:
         """Take a parameter and its master as they are now for equal up to rounding."""
-        self._agreed[parameter] = (writes_to(parameter), version_of(local_of(self._masters[parameter])))
+        self._agreed[parameter] = (self._writes_to(parameter), version_of(local_of(self._masters[parameter])))
 
-    def _follow_writes(self, parameters: Iterable[torch.Tensor] | None = None, *, stepping: bool = False) -> None:
+    def _follow_writes(self, trained: "list[Trained] | None" = None, *, stepping: bool = False) -> None:
         """Start the masters of parameters anew that something else wrote to; they would undo it otherwise."""
         restarted = 0
-        for parameter in self._masters if parameters is None else parameters:
-            weight, local = fp8_of(parameter), local_of(self._masters[parameter])
-            known, edited = self._agreed[parameter][0], self._agreed[parameter][1] != version_of(local)
+        for parameter, local, weight in self._trained() if trained is None else trained:
+            known, version = self._agreed[parameter]
             if weight is None:
+                edited = version != version_of(local)
                 # Compared each time, since torch counts no writes through `.data`. A master that was changed alone
                 # waits for `write_back`.
-                if not edited or known != writes_to(parameter):
+                if not edited or known != self._writes_to(parameter):
                     own = local_of(parameter).detach()
                     local.copy_(torch.where(local.to(own.dtype) == own, local, own))
                     self._agree(parameter)
@@ -213,9 +236,10 @@ class MasterOptimizer(Optimizer):
             if isinstance(weight, WeightState):
                 weight.check()  # values and codes that are written reach the master at once; loads in place, here
             # Masters that were loaded may be those of weights that are loaded next.
-            if (known is None and not stepping) or (known is not None and known == writes_to(parameter)):
+            if (known is None and not stepping) or known == (0 if isinstance(weight, WeightState) else weight.version):
                 continue
-            if not torch.equal(weight.quantized(self._rounded(parameter, local)), weight.own_codes):
+            values = local.to(parameter.dtype) if self._round_through_dtype else local
+            if not torch.equal(weight.quantized(values), weight.own_codes):
                 local.copy_(weight.best_values())
                 restarted += 1
             self._agree(parameter)
@@ -245,13 +269,14 @@ class MasterOptimizer(Optimizer):
         """
         if self._published and not self.state:  # `optimizer.state.clear()` resets the moments
             self.inner.state.clear()
-        self._follow_writes(stepping=True)
+        trained = self._trained()
+        self._follow_writes(trained, stepping=True)
         self._share_options()
         self._hand_over()
         # `torch.distributed.checkpoint` makes such a step to have the optimizer build its state: no value changes, and
         # codes that were loaded just before have to stay.
-        rates = [group.get("lr", 1) for group in self.param_groups]
-        idle = closure is None and not (self.inner.state or self._moved()) and all(float(rate) == 0 for rate in rates)
+        rates = [float(group.get("lr", 1)) for group in self.param_groups]
+        idle = closure is None and not self.inner.state and not any(rates) and not self._moved()
         loss = self.inner.step() if closure is None else self.inner.step(self._evaluation_of(closure))
         # the gradient of a master is a float32 copy, unless it was float32 before; nobody needs it after the step
         for master in self._masters.values():
@@ -262,21 +287,16 @@ class MasterOptimizer(Optimizer):
             for parameter in self._masters:
                 self._agree(parameter)
         else:
-            self._write_back("step")
-            self._release()
+            self._write_back("step", trained)
+            for _, _, weight in trained:  # the values before rounding of the weights that the step has changed
+                if weight is not None and weight.keeps not in (None, "manual"):
+                    weight.release()
         self._publish()
         return loss
 
     def _moved(self) -> bool:
         """Return whether any master was changed since it last agreed with its parameter."""
         return any(version_of(local_of(master)) != self._agreed[p][1] for p, master in self._masters.items())
-
-    def _release(self) -> None:
-        """Drop the values before rounding of the weights that a step has changed."""
-        for parameter in self._masters:
-            weight = fp8_of(parameter)
-            if weight is not None and weight.keeps not in (None, "manual"):
-                weight.release()
 
     def _evaluation_of(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure for the inner optimizer, before which the weights follow the masters."""
@@ -296,11 +316,12 @@ class MasterOptimizer(Optimizer):
         """Give the masters the gradients of their parameters."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                gradient, master = gradient_of(parameter), self._masters.get(parameter)
+                gradient, master = parameter.grad, self._masters.get(parameter)
+                gradient = gradient_elsewhere(parameter) if gradient is None else gradient
                 if master is not None:
                     # a float32 gradient is handed over without a copy, others are converted
                     master.grad = None if gradient is None else gradient.to(torch.float32)
-                elif gradient is not None and fp8_of(parameter) is not None:
+                elif gradient is not None and self._kinds[parameter] is not None:
                     raise Fp8Error(
                         f"An FP8 weight of shape {tuple(parameter.shape)} was frozen when this MasterOptimizer took "
                         "it, so it has no master, and it has a gradient now. Make the optimizer after unfreezing, or "
@@ -372,7 +393,7 @@ class MasterOptimizer(Optimizer):
             if master is not None:
                 master.copy_(state.pop(MASTER))
                 # -1: the master counts as changed alone until the parameter changes or the next step is made
-                version = None if fp8_of(parameter) is not None else writes_to(parameter)
+                version = None if self._kinds[parameter] is not None else self._writes_to(parameter)
                 self._agreed[parameter] = (version, -1)
             if state:
                 device = local_of(parameter).device
@@ -389,11 +410,12 @@ class MasterOptimizer(Optimizer):
         self._published = bool(self.inner.state)
         if not self.inner.state and not always:
             return
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            master = self._masters.get(parameter)
-            own = self.inner.state.get(parameter if master is None else master, {})
-            if own or master is not None:
-                self.state[parameter] = dict(own) if master is None else {MASTER: master, **own}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                master = self._masters.get(parameter)
+                own = self.inner.state.get(parameter if master is None else master, {})
+                if own or master is not None:
+                    self.state[parameter] = dict(own) if master is None else {MASTER: master, **own}
 
 
 def _reshard(written: set[int]) -> None:

@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from fp8_common.torch.compat import distributed_like, local_of, version_of
+from fp8_common.torch.compat import distributed_like, local_of
 from fp8_te_init.te import fp8_of
-from fp8_te_init.weight.state import WeightState
 
 
 @torch.no_grad()
@@ -32,15 +31,7 @@ def tell_of_master(parameter: torch.Tensor, master: torch.Tensor, *, rounds: boo
         weight.master = weakref.ref(master), parameter.dtype if rounds else torch.float32
 
 
-def writes_to(parameter: torch.Tensor) -> Any:
-    """Return what changes with every write to a parameter that can be seen."""
-    weight = fp8_of(parameter)
-    if isinstance(weight, WeightState):
-        return ()  # its master has them already
-    return version_of(local_of(parameter)) if weight is None else weight.version
-
-
-def gradient_of(parameter: Any) -> torch.Tensor | None:
-    """Return the gradient of a parameter, where autograd puts it or where TransformerEngine and Megatron do."""
-    found = (getattr(parameter, name, None) for name in ("grad", "decoupled_grad", "main_grad"))
-    return next((gradient for gradient in found if gradient is not None), None)
+def gradient_elsewhere(parameter: Any) -> torch.Tensor | None:
+    """Return the gradient of a parameter where TransformerEngine and Megatron put it."""
+    gradient = getattr(parameter, "decoupled_grad", None)
+    return getattr(parameter, "main_grad", None) if gradient is None else gradient

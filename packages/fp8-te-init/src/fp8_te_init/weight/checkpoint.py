@@ -7,7 +7,7 @@ dict.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -87,7 +87,7 @@ def _codes_out(name: str, module: nn.Module, state_dict: dict, prefix: str, loca
 
 def _codes_in(name: str, module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *rest: Any) -> None:
     """Prepare what is about to be loaded: values of the unconverted model, or codes that are assigned."""
-    key, parameter = f"{prefix}{name}", module._parameters.get(name)
+    key, parameter = f"{prefix}{name}", cast("torch.Tensor", module._parameters.get(name))
     given, primary = state_dict.get(key), primary_of(parameter)
     if primary is None or not isinstance(given, torch.Tensor):
         return

@@ -127,7 +127,7 @@ class WeightState:
     @property
     def rows(self) -> int:
         """Number of rows of the weight that are held here, without padding."""
-        return max(0, min(self.codes.shape[0], self.full_shape[0] - self.first_row))
+        return max(0, min(self.codes.shape[0], self.region.full_shape[0] - self.region.offset[0]))
 
     @property
     def own_codes(self) -> torch.Tensor:
@@ -145,10 +145,10 @@ class WeightState:
         return self.scale.nbytes + (0 if self.history is None else self.history.nbytes)
 
     @property
-    def copied_bytes(self) -> int:
-        """Bytes of values before rounding, and of the weight before the last write."""
-        own = 0 if self.start is None else self.start.nbytes
-        return own if self.displaced is None else own + self.displaced.codes.nbytes + self.displaced.copied_bytes
+    def displaced_bytes(self) -> int:
+        """Bytes of the weight before the last write, with its master."""
+        held = self.displaced
+        return 0 if held is None or held.start is None else held.codes.nbytes + held.start.nbytes + held.displaced_bytes
 
     @property
     def fmt(self) -> Format:
@@ -193,15 +193,15 @@ class WeightState:
             record: What delayed scaling makes of them. An optimizer's "step" is cast with the scale of earlier steps;
                 all else with the one of `bits`.
         """
-        if bits is None and self.history is None and self.rows == self.full_shape[0]:
+        if bits is None and self.history is None and self.rows == self.region.full_shape[0]:
             cast = self.grid.quantize_whole(values)  # amax, scales and codes in one pass, with the bits of below
             self.scale.copy_(cast.scale.view(self.scale.shape))
-            self.own_codes.copy_(cast.codes.view(torch.uint8))
+            self.codes[: len(values)].copy_(cast.codes.view(torch.uint8))
         else:
             self._quantize_with(self.amax_bits(values) if bits is None else bits, values, record)
         if self.keeps is None:
             self.start = None
-        self.unagreed = False if self.sharded else None
+        self.unagreed = None if self.unagreed is None else False
         self.settle()
 
     def _quantize_with(self, bits: torch.Tensor, values: torch.Tensor, record: Record) -> None:
@@ -274,10 +274,12 @@ class WeightState:
 
     def _put_back(self, held: "WeightState") -> None:
         """Be the weight before the last write again."""
-        exact, made_of = held.start, held.made_of(held.start)
-        for mine, theirs in ((self.codes, held.codes), (self.scale, held.scale), (self.history, held.history)):
-            if mine is not None:
-                mine.copy_(theirs)
+        exact: Any = held.start
+        made_of = held.made_of(exact)
+        self.codes.copy_(held.codes)
+        self.scale.copy_(held.scale)
+        if self.history is not None and held.history is not None:
+            self.history.copy_(held.history)
         self.start = self.displaced = None
         self.settle()
         self._take_start(exact if made_of is None else made_of)
@@ -403,6 +405,9 @@ class WeightState:
         Raises:
             Fp8Error: One of both.
         """
+        known = self.known
+        if known is not None and version_of(self.codes) == known[0] and version_of(self.scale) == known[1]:
+            return  # nobody has written
         problem = self.problem
         if problem is not None:
             raise Fp8Error(f"{problem} in an FP8 weight {tuple(self.full_shape)}. {_ADVICE[problem]}")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8_common import Fp8Error, Fp8UnsupportedError
+from fp8_common import CastRecipe, Fp8Error, Fp8UnsupportedError
 from fp8_common.torch import FLOAT8_DTYPES
 from fp8_common.torch.compat import (
     OpOverload,
@@ -62,6 +62,8 @@ class PrimaryFloat8Weight(torch.Tensor):
         state: What is known of the storage; shared by all aliases.
     """
 
+    # Slots: what copies `vars(parameter)` to another parameter must not keep codes and state alive with it.
+    __slots__ = ("_codes", "_state")
     _codes: torch.Tensor
     _state: WeightState
 
@@ -143,10 +145,12 @@ class PrimaryFloat8Weight(torch.Tensor):
                 f"weight.data of an FP8 weight {tuple(self.shape)} of {self.dtype} on {self.device} takes values like "
                 f"it, got {tuple(values.shape)} of {values.dtype} on {values.device}."
             )
-        if type(values) is torch.Tensor and values.untyped_storage().nbytes() > values.nbytes:
+        base = values._base
+        reshaped = base is not None and base.shape != values.shape
+        if type(values) is torch.Tensor and (reshaped or values.untyped_storage().nbytes() > values.nbytes):
             raise Fp8Error(
-                "weight.data of an FP8 weight cannot be a part of a larger buffer: its codes would not follow what is "
-                "written there. Set a copy (values.clone())."
+                "weight.data of an FP8 weight cannot be a part of a larger buffer, or a view of a flat one: its codes "
+                "would not follow what is written there. Set a copy (values.clone())."
             )
         if not self.is_whole:
             raise Fp8Error("Set .data of the weight itself; this is a view of a part of it. Use copy_.")
@@ -163,6 +167,10 @@ class PrimaryFloat8Weight(torch.Tensor):
         self._codes, self._state = self.view_of(own.codes), own
         with torch.no_grad():
             self.copy_(values)
+
+    def data_ptr(self) -> int:
+        """Return the address of the codes, by which tools know parameters; the tensor itself has no storage."""
+        return self._codes.data_ptr()
 
     def share_memory_(self) -> "PrimaryFloat8Weight":
         """Refuse: other processes would write to codes, and this one would not see it.
@@ -196,9 +204,11 @@ class PrimaryFloat8Weight(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """Pickle codes and scales; values before rounding are never part of it."""
         state = self._state
-        names = ("cast", "codes", "scale", "history", "dtype")
-        fields = {name: getattr(state, name) for name in names}
-        fields |= {"region": state.region, "unagreed": False if state.sharded else None}
+        names = ("codes", "scale", "history", "dtype")
+        fields: dict[str, Any] = {name: getattr(state, name) for name in names}
+        # of types that `torch.load` knows
+        fields |= {"cast": state.cast.to_dict(), "region": (state.full_shape, state.region.offset)}
+        fields["unagreed"] = False if state.sharded else None
         trained = self.requires_grad if isinstance(self, nn.Parameter) else None
         return _rebuild, (fields, self._codes, trained)
 
@@ -414,5 +424,9 @@ def tell_of_rounding(name: str) -> None:
 
 
 def _rebuild(fields: dict, codes: torch.Tensor, trained: bool | None) -> torch.Tensor:
-    weight = PrimaryFloat8Weight(codes, WeightState(**fields))
+    made: dict[str, Any] = fields | {"cast": CastRecipe.from_dict(fields["cast"]), "region": Region(*fields["region"])}
+    weight = PrimaryFloat8Weight(codes, WeightState(**made))
     return weight if trained is None else nn.Parameter(weight, requires_grad=trained)
+
+
+torch.serialization.add_safe_globals([_rebuild])
