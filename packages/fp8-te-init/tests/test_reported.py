@@ -154,6 +154,18 @@ def test_saved_parameters_are_loaded_with_the_defaults_of_torch(recipe, tmp_path
     assert loaded["0.weight"].state.cast == net[0].weight.state.cast
 
 
+def test_parameters_that_are_exchanged_in_the_groups_of_an_optimizer_are_told_of():
+    """Accelerate does it after `fully_shard`; the error said that they were frozen."""
+    net, other = built(), built(seed=1)
+    optimizer = masters_for(net, seed=False)
+    optimizer.param_groups[0]["params"] = list(other.parameters())
+    loss_of(other).backward()
+    with pytest.raises(Fp8Error, match="has masters of other parameters: make the optimizer .* after fully_shard"):
+        optimizer.step()
+    with pytest.raises(fti.MissingInitError, match="for which it has no master"):
+        fti.seed_masters(optimizer, other)
+
+
 def test_parameters_have_addresses_of_their_own():
     """Accelerate knows parameters by theirs, which was 0 for each FP8 weight."""
     net = built()

@@ -4,7 +4,7 @@ from fp8_common import Fp8Error, Fp8StaleError
 
 
 class StaleInitError(Fp8StaleError):
-    """The values before rounding no longer belong to the FP8 weight: it was changed behind its back, or loaded."""
+    """The values before rounding do not quantize to the codes of the FP8 weight: it was changed behind its back."""
 
 
 class MissingInitError(Fp8Error):

@@ -318,6 +318,12 @@ class MasterOptimizer(Optimizer):
             for parameter in group["params"]:
                 gradient, master = parameter.grad, self._masters.get(parameter)
                 gradient = gradient_elsewhere(parameter) if gradient is None else gradient
+                if parameter not in self._kinds:
+                    raise Fp8Error(
+                        f"A parameter of shape {tuple(parameter.shape)} was put into a group of this MasterOptimizer, "
+                        "which has masters of other parameters: make the optimizer for the model as it is trained, "
+                        "after fully_shard, or use add_param_group."
+                    )
                 if master is not None:
                     # a float32 gradient is handed over without a copy, others are converted
                     master.grad = None if gradient is None else gradient.to(torch.float32)

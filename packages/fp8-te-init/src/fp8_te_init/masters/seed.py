@@ -36,7 +36,8 @@ class SeedReport:
     """What `seed_masters` did on this rank.
 
     Attributes:
-        sources: What each seeded parameter's master was made from: "init", "dequantize" or "dither".
+        sources: What each seeded parameter's master was made from: "init" (the values that were written, in the dtype
+            that the weight had then), "dequantize" or "dither".
         released_bytes: Bytes of values before rounding that were dropped.
     """
 
@@ -191,6 +192,11 @@ def _setter(optimizer: Any, name: str, parameter: Any, *, strict: bool) -> Calla
         own = local_of(master)
         return lambda values: own.copy_(values.reshape(own.shape))  # pyrefly: ignore[bad-return]
     if owned and parameter.requires_grad and strict:
+        if isinstance(optimizer, MasterOptimizer):
+            raise MissingInitError(
+                f"The groups of this MasterOptimizer hold {name}, for which it has no master: it was exchanged or was "
+                "frozen when the optimizer was made. Make the optimizer after fully_shard and unfreezing."
+            )
         raise MissingInitError(
             f"{type(optimizer).__name__} trains {name} without a float32 master: use "
             f"MasterOptimizer({type(optimizer).__name__}, model.parameters(), ...)."
