@@ -160,7 +160,7 @@ def test_parameters_that_are_exchanged_in_the_groups_of_an_optimizer_are_told_of
     optimizer = masters_for(net, seed=False)
     optimizer.param_groups[0]["params"] = list(other.parameters())
     loss_of(other).backward()
-    with pytest.raises(Fp8Error, match="has masters of other parameters: make the optimizer .* after fully_shard"):
+    with pytest.raises(Fp8Error, match=r"has masters of other parameters: make the optimizer .* after fully_shard"):
         optimizer.step()
     with pytest.raises(fti.MissingInitError, match="for which it has no master"):
         fti.seed_masters(optimizer, other)
