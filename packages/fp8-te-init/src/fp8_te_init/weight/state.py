@@ -245,8 +245,10 @@ class WeightState:
 
     def take(self, other: "WeightState", row: int = 0) -> None:
         """Take over codes, scales and start of a weight of the same shape and cast, those of the rows from `row`."""
-        refused = other.problem is not None
+        refused, moves = other.problem is not None, other.sharded and self.rows == 0
         self.displace()
+        if moves:  # FSDP2 pads a shard in the first forward, which may come while another weight is put in
+            self.displaced = other.displaced
         self.region = Region.along(0, other.first_row + row, self.full_shape)
         self.own_codes.copy_(other.codes[row : row + self.rows])
         if self.scale is not other.scale:
@@ -276,7 +278,7 @@ class WeightState:
         """Be the weight before the last write again."""
         exact: Any = held.start
         made_of = held.made_of(exact)
-        self.codes.copy_(held.codes)
+        self.own_codes.copy_(held.own_codes)
         self.scale.copy_(held.scale)
         if self.history is not None and held.history is not None:
             self.history.copy_(held.history)
@@ -304,7 +306,7 @@ class WeightState:
         return values if torch.equal(self.quantized(values), self.own_codes) else None
 
     @torch.no_grad()
-    def _set_master(self, values: torch.Tensor) -> None:
+    def _set_master(self, values: Any) -> None:
         master = self.live_master
         if master is not None:
             # through `.data`, which counts as no change that waits for `write_back`
@@ -338,7 +340,9 @@ class WeightState:
         held = self.displaced
         while held is not None:  # the weight before this change, and before the one before
             if held.holds_codes_of(self):
-                self._put_back(held)
+                # codes came with their scales: unlike after values, ranks have nothing to agree on
+                self._set_master(held.start)
+                self.displaced = None
                 return
             held = held.displaced
         tell_of_restart()
@@ -346,7 +350,7 @@ class WeightState:
 
     def holds_codes_of(self, other: "WeightState") -> bool:
         """Return whether codes and scales are equal."""
-        return torch.equal(self.codes, other.codes) and torch.equal(self.scale, other.scale)
+        return torch.equal(self.own_codes, other.own_codes) and torch.equal(self.scale, other.scale)
 
     # ------------------------------------------------------------ the values before rounding
 
