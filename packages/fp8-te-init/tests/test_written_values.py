@@ -1,5 +1,7 @@
 """Values that are written to FP8 weights while masters live, and values that are cleared: the same in every order."""
 
+import copy
+
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -113,3 +115,20 @@ def test_values_that_were_cleared_are_not_returned_before_the_first_gather_eithe
         assert weight.get_high_precision_init_val() is None
     model(torch.ones(1, WIDTHS[0]))
     assert fti.memory_report(model).copies == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks(3)
+def test_an_average_that_is_put_in_over_the_first_forward_of_shards_costs_no_bit(rank, recipe):
+    """FSDP2 pads shards in the first forward: the rank with padding forgot the masters of before."""
+    model = sharded(3, recipe)
+    optimizer = masters_for(model)
+    before, backup = [whole(each).clone() for each in masters(model, optimizer)], copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        for weight in weights(model):
+            weight.copy_(weight.detach() * 0.75)
+    model(torch.ones(1, WIDTHS[0]))
+    model.reshard()
+    model.load_state_dict(backup)
+    assert equal(map(whole, masters(model, optimizer)), before)
+    assert are_codes_of_masters(model, optimizer)
