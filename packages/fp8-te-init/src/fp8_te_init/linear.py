@@ -37,7 +37,8 @@ class PrimaryFloat8Linear(nn.Linear):
     """A linear layer whose weight parameter holds FP8 codes and nothing else.
 
     Made by `convert_linear`, or inside `fp8_model_init`. The bias stays in high precision. `state_dict()` holds the
-    codes as uint8 under "weight", and float32 scales into FP8 under "weight_scale_e4m3" (or the format's name).
+    codes as uint8 [rows, 1, columns] under "weight", and float32 scales into FP8 under "weight_scale_e4m3" (or the
+    format's name).
 
     Attributes:
         config: How to cast and multiply.
