@@ -255,3 +255,10 @@ def test_scales_go_back_from_fp8(rowwise):
     scaling = ("RowWise" if rowwise else "TensorWise",) * 2
     y = compat.scaled_mm(a, b.t(), a_inv, b_inv, scaling, out_dtype=torch.float32)
     torch.testing.assert_close(y, a.float() @ b.float().t() * (a_inv * b_inv))
+
+
+def test_the_base_of_a_view_is_the_tensor_that_it_views():
+    flat = torch.ones(12)
+    assert compat.base_of(flat.view(3, 4)) is flat
+    assert compat.base_of(flat.view(3, 4).clone()) is None
+    assert compat.base_of(flat) is None

@@ -22,6 +22,9 @@ from fp8_te_init.errors import StaleInitError
 from fp8_te_init.weight.state import Record, Release, WeightState
 from fp8_te_init.weight.tensor import primary_of
 
+KEEPS = "_fp8_keeps"
+"""The attribute of a tensor that holds when its copy is dropped."""
+
 PER_TENSOR, BLOCKS, MX = "Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor"
 NEEDED = {
     PER_TENSOR: ("_data", "_scale_inv", "_fp8_dtype", "_quantizer", "_transpose_invalid"),
@@ -196,7 +199,7 @@ class TeWeight:
     @property
     def keeps(self) -> Release | None:
         """When its copy is dropped."""
-        return getattr(self._tensor, "_fp8_keeps", "seed")
+        return getattr(self._tensor, KEEPS, "seed")
 
     @property
     def master(self) -> Any:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fp8_common import Fp8Error
 from fp8_common.torch.compat import local_of
 from fp8_common.torch.sharding import fsdp
-from fp8_te_init.te import TeWeight, fp8_of, kind_of
+from fp8_te_init.te import KEEPS, TeWeight, fp8_of, kind_of
 from fp8_te_init.weight.state import Release
 
 _BUILT = "_fp8_built"
@@ -60,7 +60,7 @@ def on_parameter(module: nn.Module, name: str, parameter: torch.Tensor) -> None:
     if kind_of(parameter) is not None:
         built.names.add(name)
         built.holds = built.keeps is not None
-        local_of(parameter)._fp8_keeps = built.keeps
+        setattr(local_of(parameter), KEEPS, built.keeps)
     elif name in built.names and isinstance(parameter, DTensor):
         raise Fp8Error(_lost(f"{type(module).__name__}.{name}", parameter))
     else:

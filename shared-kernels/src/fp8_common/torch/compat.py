@@ -32,6 +32,7 @@ __all__ = [
     "Scaling",
     "assert_on_device",
     "assume_constant_result",
+    "base_of",
     "constant_of_record",
     "copy_each",
     "decompose",
@@ -328,6 +329,11 @@ def distributed_like(tensor: torch.Tensor, local: torch.Tensor, *, requires_grad
     meta = None if spec.tensor_meta is None else spec.tensor_meta._replace(dtype=local.dtype)
     # the constructor and not `from_local`, an autograd function that takes a view of its argument
     return DTensor(local, type(spec)(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=requires_grad)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that this one is a view of; None if it is none."""
+    return tensor._base
 
 
 def version_of(tensor: torch.Tensor) -> int:

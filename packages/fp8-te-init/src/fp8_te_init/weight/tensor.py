@@ -19,6 +19,7 @@ from fp8_common import CastRecipe, Fp8Error, Fp8UnsupportedError
 from fp8_common.torch import FLOAT8_DTYPES
 from fp8_common.torch.compat import (
     OpOverload,
+    base_of,
     disabled_torch_function,
     is_view,
     local_of,
@@ -145,7 +146,7 @@ class PrimaryFloat8Weight(torch.Tensor):
                 f"weight.data of an FP8 weight {tuple(self.shape)} of {self.dtype} on {self.device} takes values like "
                 f"it, got {tuple(values.shape)} of {values.dtype} on {values.device}."
             )
-        base = values._base
+        base = base_of(values)
         reshaped = base is not None and base.shape != values.shape
         if type(values) is torch.Tensor and (reshaped or values.untyped_storage().nbytes() > values.nbytes):
             raise Fp8Error(
