@@ -11,7 +11,7 @@ from tests.helpers.kernel_inputs import kernel_tests
 
 globals().update(kernel_tests("test_gradient_kernels.py"))
 globals().update(kernel_tests("test_foreach_kernels.py", "test_a_new_output_needs_no_new_table"))
-globals().update(kernel_tests("test_group_kernels.py"))
+globals().update(kernel_tests("test_group_kernels.py", "test_columns_of_groups_are_cast_and_turned_in_one_launch"))
 
 
 @pytest.fixture(autouse=True)
