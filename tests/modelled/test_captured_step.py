@@ -14,7 +14,7 @@ KERNELS = {
     "tensorwise_delayed": {"cast", "delayed_update"},
     "rowwise": {"rowwise"},
     "rowwise_with_gw_hp": {"rowwise"},
-    "blockwise": {"block_1x128", "block_128x128"},
+    "blockwise": {"block_both"},
     "several policies": {"cast", "delayed_update"},
     "lists of shards": {"foreach_amax", "foreach_cast"},
     "te-init": {"amax", "cast"},

@@ -143,7 +143,7 @@ def convert_linear(
         if id(plain) not in made:
             made[id(plain)] = new_weight(plain, own, options)
             if not plain.is_meta:  # else `reset_parameters` after `to_empty` makes the values
-                made[id(plain)].state.write(plain.detach())  # pyrefly: ignore[missing-attribute]
+                made[id(plain)].state.write(plain.detach(), fresh=True)  # pyrefly: ignore[missing-attribute]
             mark_replaced(plain, "convert_linear")
         PrimaryFloat8Linear.adopt(layer, own, options).hold(made[id(plain)])
     logger.info("FP8: %d linear layers have FP8 primary weights.%s", len(chosen), _told(left))

@@ -187,7 +187,7 @@ class PrimaryFloat8Linear(nn.Linear):
         # kaiming_uniform_(a=sqrt(5)) of nn.Linear is uniform within 1 / sqrt(in_features), weight and bias alike
         bound, state = 1 / math.sqrt(self.in_features) if self.in_features else 0.0, primary.state
         whole = torch.empty(state.full_shape, dtype=primary.dtype, device=primary.device).uniform_(-bound, bound)
-        state.write(whole[state.first_row : state.first_row + state.rows])
+        state.write(whole[state.first_row : state.first_row + state.rows], fresh=True)
         increment_version(self.weight)
         if self.bias is not None:
             # drawn whole as well, so that all ranks leave the generator in the same state

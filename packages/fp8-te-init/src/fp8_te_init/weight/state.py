@@ -217,7 +217,7 @@ class WeightState:
         self.scale.copy_(casts.scale_from_amax(amax, self.fmt, self.cast.policy, previous))
         self.own_codes.copy_(self.quantized(values))
 
-    def write(self, values: torch.Tensor, *, replaces: bool = True) -> None:
+    def write(self, values: torch.Tensor, *, replaces: bool = True, fresh: bool = False) -> None:
         """Take over new values [n, columns]: codes, start and master at once; the ranks agree on a scale later.
 
         Values that are the rounding of the present weight, or of the one before the last write, are that weight:
@@ -226,9 +226,10 @@ class WeightState:
         Args:
             values: float16, bfloat16 or float32, on the device of the codes.
             replaces: Whether they replace the present values; an edit in several steps is one change otherwise.
+            fresh: Whether they were made anew, so that they are nothing that was read here. The host does not wait.
         """
         values = values.detach()
-        for held in (self, self.displaced):
+        for held in () if fresh else (self, self.displaced):
             if held is None or held.problem is not None or not _same_bits(values, held.values(values.dtype)):
                 continue
             if held is not self:
