@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import FSDPModule
@@ -337,3 +338,16 @@ def test_what_an_aborted_forward_of_a_far_larger_batch_observed_is_dropped(rank,
                 optimizer.zero_grad()
         found.append(losses)
     assert found[0] == found[1]
+
+
+@on_ranks(2)
+def test_ranks_agree_on_scales_of_a_model_that_was_called_before_it_was_sharded(rank):
+    model = converted(
+        seeded(lambda: nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 24))), "tensorwise_delayed", gather=False
+    )
+    model(batch(rank, 0, (8, 24))).sum().backward()  # alone, on each rank
+    train(shard(model), rank, 4, inputs=lambda rank, step: batch(rank, step, (8, 24)) * (1 + 3 * rank))
+    for scale in delayed_scales(model):
+        first = [torch.empty_like(scale.scale) for _ in range(2)]
+        dist.all_gather(first, scale.scale)
+        assert torch.equal(*first)

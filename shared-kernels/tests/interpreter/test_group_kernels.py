@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import fp8_common as f8
+from fp8_common.presets import deepgemm
 from fp8_common.testing import assert_same_bits
 from fp8_common.torch import _triton, casts
 from fp8_common.torch.linear import grouped_matmul, segments
@@ -74,10 +75,18 @@ ENDS = {
 }  # fmt: skip
 
 
-@pytest.mark.matrix(ends=list(ENDS), dtype=list(DTYPES), fmt=["e4m3", "e5m2"], index=[torch.int32, torch.int64])
-def test_columns_of_groups_are_cast_and_turned_in_one_launch(ends, dtype, fmt, index, monkeypatch):
+@pytest.mark.matrix(
+    ends=list(ENDS),
+    dtype=list(DTYPES),
+    fmt=["e4m3", "e5m2"],
+    index=[torch.int32, torch.int64],
+    policy=[f8.CANONICAL, deepgemm()],  # the second makes NaN scales
+)
+def test_columns_of_groups_are_cast_and_turned_in_one_launch(ends, dtype, fmt, index, policy, monkeypatch):
     rows = max(48, ENDS[ends][-1] + 3)
-    cast, x = f8.CastRecipe(format=fmt, granularity="rowwise"), tensor(planted((rows, 80), dtype, fmt))
+    cast, values = f8.CastRecipe(format=fmt, granularity="rowwise", policy=policy), planted((rows, 80), dtype, fmt)
+    values[0, 0] = np.nan  # whose scale must not reach the padding
+    x = tensor(values)
     launched, run, found = [], _triton.run, []
     monkeypatch.setattr(_triton, "run", lambda plan, *_, **named: (launched.append(plan.name), run(plan, *_, **named)))
     for backend in ("triton", "reference"):

@@ -38,7 +38,7 @@ def fitting(ready: torch.Tensor, scale: torch.Tensor, dynamic: torch.Tensor, fmt
     Args:
         ready: bool [n] or scalar.
         scale: float32 of the same shape, from earlier steps.
-        dynamic: float32 of the same shape, from the amax of now.
+        dynamic: float32 of the same shape, from the present amax.
         fmt: Of the operands.
     """
     # half a unit of the last place: 1 + 2^-4 for E4M3, 1 + 2^-3 for E5M2

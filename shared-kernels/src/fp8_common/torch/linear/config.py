@@ -41,8 +41,8 @@ class SharedCasts(NamedTuple):
 
     Attributes:
         folds: Rows of the weight have their own scales, which the backward folds into the gradient before its cast.
-        input: How the cast of the activation for the output serves the weight's gradient: "codes", the same codes do,
-            having one scale; "columns", the same cast by columns does, made beside it; None, it does not.
+        input: How the cast of the activation for the output serves the weight's gradient: "codes" if both use the same
+            codes, with one scale; "columns" if the columns are cast in the same way; None if they share no cast.
         grad_output: The same of the output's gradient for the gradients of input and weight.
         one_gradient_scale: The output's gradient is cast with one scale, and no scales of the weight folded in.
         wide_grad_weight: The gradient of the weight is computed in high precision.
