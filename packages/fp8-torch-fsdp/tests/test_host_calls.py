@@ -26,3 +26,18 @@ def test_a_layer_asks_little_of_the_host(recipe):
     with host.pretended_gpu() as gpu:
         found = host.eager(gpu, recipe)
     assert all(own <= most for own, most in zip(found, MOST[recipe], strict=True)), found
+
+
+OWN = {"tensorwise": 325, "tensorwise_delayed": 420, "rowwise": 425, "rowwise_with_gw_hp": 390, "blockwise": 500}
+"""Calls of functions of this project in a step of two layers under FSDP2."""
+
+
+def sharded_steps(rank, world_size):
+    with host.pretended_gpu():
+        return {recipe: host.sharded(recipe)[0] for recipe in OWN}
+
+
+@pytest.mark.distributed
+def test_a_sharded_step_makes_few_calls_of_its_own(run_ranks):
+    found = run_ranks(1, sharded_steps)[0]
+    assert all(found[recipe] <= most for recipe, most in OWN.items()), found

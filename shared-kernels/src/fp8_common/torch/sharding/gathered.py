@@ -164,7 +164,10 @@ def quantized(gathered: GatheredWeight) -> Quantized:
     """Return codes and scales of a gathered weight as an operand."""
     # no method: compilers trace methods of tensor subclasses as operators, which return tensors
     scale_inv = gathered.scale_inv
-    scale_inv = scale_inv_of_e8m0(scale_inv) if scale_inv.dtype == torch.uint8 else scale_inv
+    if scale_inv.dtype == torch.uint8:
+        scale_inv = scale_inv_of_e8m0(scale_inv)
+    elif scale_inv.ndim == 0 and scale_inv.storage_offset() % 4 and not torch.compiler.is_compiling():
+        scale_inv = scale_inv.clone()  # one among those of all weights: cuBLAS refuses a scalar at an odd address
     return Quantized(gathered.codes, scale_inv, FORMATS[gathered.fmt], gathered.block)
 
 
