@@ -166,8 +166,9 @@ def quantized(gathered: GatheredWeight) -> Quantized:
     scale_inv = gathered.scale_inv
     if scale_inv.dtype == torch.uint8:
         scale_inv = scale_inv_of_e8m0(scale_inv)
-    elif scale_inv.ndim == 0 and scale_inv.storage_offset() % 4 and not torch.compiler.is_compiling():
-        scale_inv = scale_inv.clone()  # one among those of all weights: cuBLAS refuses a scalar at an odd address
+    elif not torch.compiler.is_compiling() and scale_inv.ndim == 0 and scale_inv.storage_offset() % 4:
+        # one among those of all weights: cuBLAS refuses a scalar at an odd address, compilers copy it
+        scale_inv = scale_inv.clone()
     return Quantized(gathered.codes, scale_inv, FORMATS[gathered.fmt], gathered.block)
 
 
