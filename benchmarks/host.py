@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8_torch_fsdp as f8
 from benchmarks._common import options, save, table
 from fp8_common.torch import _triton
-from fp8_common.torch.linear import matmul, plan
+from fp8_common.torch_layers.linear import matmul, plan
 from fp8_torch_fsdp.scales.delayed import delayed_scales
 
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")

@@ -21,7 +21,7 @@ from torch import nn
 
 from benchmarks.modelled import models
 from benchmarks.modelled.pretended_gpu import pretend_gpu
-from fp8_common.torch.sharding.gathered import GatheredWeight
+from fp8_common.torch_layers.sharding.gathered import GatheredWeight
 from fp8_torch_fsdp.scales.delayed import DelayedScale
 
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")

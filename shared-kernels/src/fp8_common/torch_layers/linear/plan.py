@@ -7,8 +7,8 @@ import torch
 
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch.kept import KeptCast, kept_cast
-from fp8_common.torch.linear.config import LinearConfig
-from fp8_common.torch.linear.matmul import MatmulOptions, decoded_dtype, should_emulate
+from fp8_common.torch_layers.linear.config import LinearConfig
+from fp8_common.torch_layers.linear.matmul import MatmulOptions, decoded_dtype, should_emulate
 
 Value = TypeVar("Value")
 

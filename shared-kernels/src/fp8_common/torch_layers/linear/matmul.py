@@ -22,9 +22,9 @@ from fp8_common.torch import casts, decoding
 from fp8_common.torch._operators import operator
 from fp8_common.torch.blocks import split_blocks
 from fp8_common.torch.compat import Scaling, assume_constant_result, multiplies_bfloat16, scaled_mm
-from fp8_common.torch.linear.operand import BLOCK_1X128
-from fp8_common.torch.linear.segments import transposed_rows
 from fp8_common.torch.quantized import Quantized
+from fp8_common.torch_layers.linear.operand import BLOCK_1X128
+from fp8_common.torch_layers.linear.segments import transposed_rows
 
 logger = logging.getLogger(__name__)
 

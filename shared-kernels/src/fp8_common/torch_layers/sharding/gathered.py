@@ -21,8 +21,8 @@ from fp8_common.torch.compat import (
 )
 from fp8_common.torch.numerics import scale_inv_of_e8m0, torch_dtype
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch.sharding.fsdp import unpad
-from fp8_common.torch.sharding.scale_grid import ScaleGrid
+from fp8_common.torch_layers.sharding.fsdp import unpad
+from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
 
 aten = torch.ops.aten
 

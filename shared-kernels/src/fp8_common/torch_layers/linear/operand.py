@@ -11,7 +11,7 @@ from fp8_common.torch.delayed import cast_delayed_op
 from fp8_common.torch.kept import ScaleState, quantize_delayed
 from fp8_common.torch.numerics import amax_bits, amax_of
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch.sharding.agreement import max_over_ranks
+from fp8_common.torch_layers.sharding.agreement import max_over_ranks
 
 BLOCK_1X128 = (1, 128)
 
