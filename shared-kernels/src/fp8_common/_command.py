@@ -16,7 +16,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from fp8_common import __version__, advise
@@ -131,12 +132,27 @@ def _certify(options: argparse.Namespace) -> int:
     logging.disable(logging.WARNING)  # of models that are made and thrown away
     try:
         target = options.target
-        found = {target: from_file(target, properties)} if target else {name: make() for name, make in rows(properties)}
+        found = {target: from_file(target, properties)} if target else _made(rows(properties))
     finally:
         logging.disable(logging.NOTSET)
     facts = {name: {each: dataclasses.asdict(answer) for each, answer in row.items()} for name, row in found.items()}
     _write(facts if options.json else "\n".join([table(found, properties), "", *explanations(found)]))
     return 0
+
+
+def _made(makers: Iterable[tuple[str, Callable[[], Any]]]) -> dict[str, Any]:
+    """Return what each function makes, by its name; a terminal shows which one runs, and about how long it takes."""
+    named, found, began = list(makers), {}, time.monotonic()
+    for count, (name, make) in enumerate(named):
+        if sys.stderr.isatty():
+            left = (time.monotonic() - began) * (len(named) - count) / count if count else 0.0
+            told = f", about {left:.0f} s left" * bool(count)
+            sys.stderr.write(f"\r\x1b[K{count + 1} of {len(named)}: {name}{told}")
+            sys.stderr.flush()
+        found[name] = make()
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")
+    return found
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -162,3 +162,15 @@ def test_a_reader_that_leaves_is_no_error():
     done = process("advise", stdout=writing)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_what_takes_long_says_on_a_terminal_how_far_it_is(monkeypatch, capsys):
+    makers = [("one", lambda: 1), ("two", lambda: 2)]
+    assert command._made(makers) == {"one": 1, "two": 2}
+    assert capsys.readouterr().err == "", "no terminal"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    command._made(makers)
+    told = capsys.readouterr().err
+    assert "1 of 2: one\r" in told
+    assert "2 of 2: two, about 0 s left" in told
+    assert told.endswith("\r\x1b[K")
