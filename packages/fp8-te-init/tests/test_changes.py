@@ -266,6 +266,11 @@ def averaged(net, **options):
     average(torch.ones(1, 24))
 
 
+def copied_with_other_scales(net):
+    net[0].weight.scale.mul_(2)
+    copy.deepcopy(net)(torch.ones(1, 24))
+
+
 REFUSED = {
     "another shape": (
         lambda net: data_of(net[0], torch.ones(40, 25)),
@@ -290,6 +295,7 @@ REFUSED = {
         lambda net: averaged(net, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
         "average the masters of a MasterOptimizer",
     ),
+    "a copy of what has other scales": (copied_with_other_scales, "overwritten without the codes"),
     "memory that is shared with processes": (nn.Module.share_memory, "cannot be shared between processes"),
 }
 

@@ -174,6 +174,18 @@ def test_a_plain_optimizer_trains_the_weight_itself_and_is_told_of_once(caplog, 
     assert "Train with MasterOptimizer" in said
 
 
+def test_a_plain_optimizer_trains_the_values_before_rounding_if_these_stay_by_hand(caplog):
+    """They are masters on the host, counted in the report, and no step is rounded."""
+    net, twin = built(release="manual"), built()
+    optimizer, reference = torch.optim.SGD(net.parameters(), lr=0.1), masters_for(twin)
+    for _ in range(3):
+        step(net, optimizer)
+        step(twin, reference)
+        assert equal([weight.get_high_precision_init_val() for weight in weights(net)], masters(twin, reference))
+    assert fti.memory_report(net).copies == 4 * (24 * 40 + 40 * 16)
+    assert not caplog.messages
+
+
 def test_a_strangers_step_meets_nothing_of_this_package(caplog):
     built()
     stranger = nn.Linear(8, 8)

@@ -29,7 +29,7 @@ WIDTHS = (24, 40, 136, 16)
 RECIPES = ["tensorwise", "rowwise", "blockwise", "tensorwise_delayed"]
 OPERATIONS = [
     *("step", "step", "step", "skip", "load", "edit", "merge", "clone", "broadcast", "save_and_resume"),
-    *("rescale", "average", "move", "look", "clear", "load_codes"),
+    *("rescale", "average", "move", "look", "clear", "load_codes", "seed_again"),
 ]
 MODES = [*["single"] * 6, "ddp", "fsdp", "fsdp", "fsdp"]
 
@@ -117,6 +117,10 @@ class Program:
         fti.seed_masters(self.optimizer, self.wrapped, fallback=None if self.exact else "dequantize")
         self.exact = False
         self.check("seed")
+
+    def seed_again(self):
+        if self.exact:
+            self.seed()
 
     def round(self):
         """Let the twin hold rounded values too."""

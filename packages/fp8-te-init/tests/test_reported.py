@@ -1,6 +1,7 @@
 """Programs from reports of users of TransformerEngine, Megatron and frameworks for reinforcement learning."""
 
 import copy
+import dataclasses
 import functools
 import gc
 import json
@@ -16,9 +17,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
+from fp8_te_init.weight.state import Part, WeightState
 from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters, weights
-from tests.helpers.primary_models import RECIPES, built, deep, loss_of, masters_for, plain, sharded, step
+from tests.helpers.primary_models import RECIPES, built, deep, loss_of, masters_for, plain, plain_deep, sharded, step
 from tests.helpers.ranks import on_ranks
+from tests.helpers.sharded_models import WIDTHS, shard
 
 ELEMENTS = 24 * 40 + 40 * 16
 
@@ -41,6 +44,30 @@ def test_nothing_stays_of_actors_references_frozen_halves_and_inference():
         used(torch.ones(2, 24))
     assert [fti.memory_report(net).copies for net in (actor, reference, half, used)] == [0, 0, 0, 0]
     assert equal(codes(reference), codes(built()))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("release", ["seed", "forward", "manual"])
+@on_ranks(3)
+def test_nothing_stays_of_shards_that_no_optimizer_trains(rank, recipe, release):
+    """Each rank kept the values before rounding of a sharded reference policy, and of the frozen half, for ever."""
+    with fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True, release=release):
+        reference, half = shard(plain_deep(), 3), plain_deep()
+        half[1].weight.requires_grad_(False)
+        shard(half, 3)
+    optimizer, x = masters_for(half, seed=False), torch.ones(1, WIDTHS[0])
+    rows = [sum(weight.to_local().state.own_codes.numel() for weight in weights(net)) for net in (reference, half)]
+    kept = [fti.memory_report(net).copies for net in (reference, half)]
+    assert kept == [4 * rows[0], 4 * rows[1]]
+    with torch.no_grad():
+        reference(x)
+    half(x)
+    own = 0 if release == "forward" else 4 * rows[1] - 4 * half[1].weight.to_local().state.own_codes.numel()
+    left = [4 * rows[0], 4 * rows[1]] if release == "manual" else [0, own]
+    assert [fti.memory_report(net).copies for net in (reference, half)] == left
+    optimizer.zero_grad()
+    step(half, optimizer)
+    assert fti.memory_report(half).copies == (4 * rows[1] if release == "manual" else 0)
 
 
 @on_ranks(2)
@@ -154,18 +181,6 @@ def test_saved_parameters_are_loaded_with_the_defaults_of_torch(recipe, tmp_path
     assert loaded["0.weight"].state.cast == net[0].weight.state.cast
 
 
-def test_parameters_that_are_exchanged_in_the_groups_of_an_optimizer_are_told_of():
-    """Accelerate does it after `fully_shard`; the error said that they were frozen."""
-    net, other = built(), built(seed=1)
-    optimizer = masters_for(net, seed=False)
-    optimizer.param_groups[0]["params"] = list(other.parameters())
-    loss_of(other).backward()
-    with pytest.raises(Fp8Error, match=r"has masters of other parameters: make the optimizer .* after fully_shard"):
-        optimizer.step()
-    with pytest.raises(fti.MissingInitError, match="for which it has no master"):
-        fti.seed_masters(optimizer, other)
-
-
 def test_parameters_have_addresses_of_their_own():
     """Accelerate knows parameters by theirs, which was 0 for each FP8 weight."""
     net = built()
@@ -213,6 +228,13 @@ def test_an_import_registers_no_hook_in_torch():
     counts = json.loads(done.stdout)
     assert len(counts) > 5
     assert sum(counts) == 0
+
+
+def test_what_users_learn_and_what_a_weight_remembers_stays_little():
+    """19 fields, nine of them memory, learned of a change at different times."""
+    assert len(fti.__all__) <= 14
+    assert len(dataclasses.fields(WeightState)) <= 10
+    assert {field.name for field in dataclasses.fields(Part)} == {"grid", "dtype", "full_shape", "first_row"}
 
 
 def test_the_average_of_a_model_in_training_has_masters_of_its_own():

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -286,3 +286,22 @@ def test_the_dtype_of_a_sharded_model_changes_before_its_first_forward_or_never(
     assert "weight became torch." in sentence
     assert "Call model.to(dtype) before the first forward" in sentence
     assert torch.equal(late.float()(x), late_unsharded.float()(x)), "it goes on"
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+@on_ranks(2)
+def test_a_copy_that_is_sent_in_the_place_of_a_written_shard_has_its_agreed_codes(rank, preserve):
+    """Under CPU offload FSDP2 copies a shard to the device first, and sends the copy."""
+    model, reference = sharded(2, preserve=preserve), sharded(2, preserve=preserve)
+    for each in (model, reference):
+        with torch.no_grad():
+            each[0].weight.to_local().mul_(3.0 + rank)
+    layer, mesh = model[0], model[0].weight.device_mesh
+    local = layer.weight.to_local()
+    copied = local.clone()
+    (sent,), (scale_inv, _) = copied.fsdp_pre_all_gather(mesh, layer.weight.shape, (), layer, MixedPrecisionPolicy())
+    reference(torch.ones(1, WIDTHS[0]))
+    wanted = reference[0].weight.to_local().state
+    assert torch.equal(sent[: wanted.rows], wanted.own_codes)
+    assert torch.equal(scale_inv, wanted.scale_inv)
+    assert torch.equal(local.state.own_codes, wanted.own_codes)

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -370,6 +371,31 @@ def test_a_weight_that_fully_shard_cut_into_plain_values_is_told_of_on_all_ranks
         assert "meta device (device='meta'), fully_shard, to_empty, then reset_parameters" in told[0]
 
 
+def cut_after_building(rank, world_size):
+    """Make shards without copies, which TransformerEngine's own per-tensor and MX tensors become by `fully_shard`."""
+    told = []
+    place = "fp8_te_init.masters.optimizer.logger.warning"
+    with te.installed(), mock.patch(place, lambda *said: told.append(said[-1])):
+        model = te.built(dtype=torch.float32, sizes=(64, 128), device="meta", backend="te")
+        shard(model, world_size).to_empty(device="cpu")
+        for layer in model:
+            layer.reset_parameters()
+            layer.weight._local_tensor.clear_high_precision_init_val()
+        optimizer = sgd(model)
+        with pytest.raises(fti.MissingInitError) as raised:
+            fti.seed_masters(optimizer, model)
+    return [*told, str(raised.value)]
+
+
+@pytest.mark.distributed
+def test_a_copy_that_fully_shard_lost_is_told_of_with_the_order_of_calls(run_ranks):
+    """The error advised what the user had done."""
+    for told in run_ranks(2, cut_after_building):
+        assert len(told) == 2
+        assert all("(device='meta'), fully_shard, to_empty, then reset_parameters" in sentence for sentence in told)
+        assert "TransformerEngine's copy of 0.weight did not survive fully_shard" in told[1]
+
+
 def test_a_plain_weight_in_the_place_of_an_fp8_one_is_told_of_by_seeding_and_the_report(caplog):
     net = te.built(dtype=torch.float32)
     optimizer = sgd(net)
@@ -378,6 +404,12 @@ def test_a_plain_weight_in_the_place_of_an_fp8_one_is_told_of_by_seeding_and_the
         fti.seed_masters(optimizer, net)
     fti.memory_report(net)
     assert "1.weight was built as an FP8 weight" in caplog.text
+    caplog.clear()
+    for _ in range(2):
+        net(torch.ones(2, 24))
+    (said,) = [sentence for sentence in caplog.messages if "was built as an FP8 weight" in sentence]
+    assert "Linear.weight was built as" in said
+    assert "Use TransformerEngine's order" in said
     net[1].weight = nn.Parameter(torch.ones(16, 40))  # the user's own
     caplog.clear()
     fti.memory_report(net)

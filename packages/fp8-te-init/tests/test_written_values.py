@@ -15,7 +15,7 @@ from tests.helpers.tensors import whole
 
 
 @pytest.mark.matrix(
-    order=["look", "forward, look", "step", "clear, look", "export"],
+    order=["look", "forward, look", "step", "clear, look", "export", "save"],
     moment=["before a step", "after a step"],
     preserve=[True, False],
     near=[False, True],
@@ -44,6 +44,8 @@ def test_written_values_reach_a_living_master_in_every_order(order, moment, pres
         step(net, optimizer)
     if order == "export":
         assert torch.equal(fti.export_fp32_state_dict(net, optimizer)["0.weight"], given["0.weight"])
+    if order == "save":
+        assert torch.equal(optimizer.state_dict()["state"][0]["master_param"], given["0.weight"])
     assert torch.equal(optimizer.master_of(net[0].weight), given["0.weight"])
     step(net, optimizer)
     assert are_codes_of_masters(net, optimizer)

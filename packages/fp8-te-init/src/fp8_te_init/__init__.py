@@ -18,6 +18,7 @@ from fp8_te_init.masters.optimizer import MasterOptimizer
 from fp8_te_init.masters.seed import rescale_, seed_masters
 from fp8_te_init.report import export_fp32_state_dict, memory_report
 from fp8_te_init.weight.replicas import broadcast_weights_
+from fp8_te_init.weight.slices import quantize_master_weights
 from fp8_te_init.weight.tensor import PrimaryFloat8Weight
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ __all__ = [
     "export_fp32_state_dict",
     "fp8_model_init",
     "memory_report",
+    "quantize_master_weights",
     "rescale_",
     "seed_masters",
 ]

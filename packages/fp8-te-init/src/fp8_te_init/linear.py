@@ -1,5 +1,6 @@
 """`PrimaryFloat8Linear`: a linear layer whose weight parameter holds FP8 codes and nothing else."""
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error, Fp8UnsupportedError
-from fp8_common.torch import INPUT_DTYPES, casts
+from fp8_common.torch import INPUT_DTYPES
 from fp8_common.torch.compat import DISTRIBUTED, disable_compiler, distributed_like, local_of, state_dict_hooks
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear.config import LinearConfig
@@ -22,6 +23,7 @@ from fp8_common.torch_layers.sharding.fsdp import region_of
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight, quantized
 from fp8_common.torch_layers.sharding.replaced import mark_replaced
 from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
+from fp8_te_init.weight.all_gather import GATHERED
 from fp8_te_init.weight.checkpoint import show_scales
 from fp8_te_init.weight.replicas import watch
 from fp8_te_init.weight.state import WeightState
@@ -166,7 +168,8 @@ class PrimaryFloat8Linear(nn.Linear):
             )
         # no features on one side: there is nothing to cast
         output = fp8_linear(input, weight, self.spec) if weight.numel() else F.linear(input, weight.to(input.dtype))
-        state = _state_behind(weight)
+        shard = self.__dict__.pop(GATHERED, None)
+        state = weight.state if isinstance(weight, PrimaryFloat8Weight) else shard and shard()
         if state is not None:
             state.after_forward()
         return output if self.bias is None else output + self.bias.to(output.dtype)
@@ -204,7 +207,6 @@ class PrimaryFloat8Linear(nn.Linear):
             self.weight.__dict__.setdefault(name, value)
         primary = primary_of(self.weight)
         if primary is not None:
-            primary.state.uploaded_from = None
             show_scales(self)  # those of the weight, which moved with it: a cast must not round them
         return self
 
@@ -231,7 +233,7 @@ def _operand(cast: CastRecipe, weight: torch.Tensor, record: bool, both: bool) -
     if not isinstance(weight, PrimaryFloat8Weight):
         return grid.quantize_whole(weight)
     weight.state.check()
-    return Quantized(weight.codes, casts.reciprocal(weight.scale), cast.fp8_format, grid.tile)
+    return Quantized(weight.codes, weight.state.scale_inv, cast.fp8_format, grid.tile)
 
 
 def _refuse_distribution(layer: PrimaryFloat8Linear) -> bool:
@@ -244,14 +246,6 @@ def _refuse_distribution(layer: PrimaryFloat8Linear) -> bool:
 # `distribute_module` asks every module for this name on all ranks before it communicates; without a refusal there the
 # first rank would raise and the others wait.
 setattr(PrimaryFloat8Linear, DISTRIBUTED, property(_refuse_distribution))
-
-
-def _state_behind(weight: torch.Tensor) -> WeightState | None:
-    """Return the state of a weight, also of a gathered one."""
-    if isinstance(weight, PrimaryFloat8Weight):
-        return weight.state
-    gathered_from = getattr(weight, "gathered_from", None)
-    return None if gathered_from is None else gathered_from()
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
@@ -275,5 +269,5 @@ def _moved(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> 
     local = primary_of(moved)
     if local is None or wanted.dtype == tensor.dtype:
         return moved
-    twin = PrimaryFloat8Weight(local._codes, local.state.around(local.state.codes, dtype=wanted.dtype))
-    return distributed_like(moved, twin)
+    part = dataclasses.replace(local.state.part, dtype=wanted.dtype)
+    return distributed_like(moved, PrimaryFloat8Weight(local._codes, local.state.around(local.state.codes, part=part)))

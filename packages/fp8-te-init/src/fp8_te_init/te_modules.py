@@ -3,6 +3,8 @@
 What is known of a module stands in its `__dict__`, so that it is copied and dropped with the module.
 """
 
+import functools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +17,8 @@ from fp8_common.torch.compat import local_of
 from fp8_common.torch_layers.sharding import fsdp
 from fp8_te_init.te import KEEPS, TeWeight, fp8_of, kind_of
 from fp8_te_init.weight.state import Release
+
+logger = logging.getLogger(__name__)
 
 _BUILT = "_fp8_built"
 ORDER = (
@@ -29,7 +33,7 @@ class _Built:
     Attributes:
         keeps: When copies of the values before rounding are dropped; None if there are none.
         names: The parameters that are FP8 weights.
-        holds: Whether any of them may have a copy.
+        holds: Whether any of them may have a copy, or was not looked at in a forward yet.
     """
 
     def __init__(self, keeps: Release | None) -> None:
@@ -59,7 +63,7 @@ def on_parameter(module: nn.Module, name: str, parameter: torch.Tensor) -> None:
         return
     if kind_of(parameter) is not None:
         built.names.add(name)
-        built.holds = built.keeps is not None
+        built.holds = True
         setattr(local_of(parameter), KEEPS, built.keeps)
     elif name in built.names and isinstance(parameter, DTensor):
         raise Fp8Error(_lost(f"{type(module).__name__}.{name}", parameter))
@@ -85,8 +89,14 @@ def _lost(name: str, parameter: torch.Tensor) -> str:
     )
 
 
+@functools.cache
+def _warn(sentence: str) -> None:
+    """Warn, once, where `fully_shard` gives no sign: it may put parameters in their places itself."""
+    logger.warning("%s", sentence)
+
+
 def _after_forward(module: nn.Module, *_: Any) -> None:
-    """Drop the copies that no living master needs, by the rule for layers of this package."""
+    """Drop the copies that no living master needs, as layers of this package do, and tell of weights that are lost."""
     built = module.__dict__[_BUILT]
     if not built.holds:
         return
@@ -94,6 +104,9 @@ def _after_forward(module: nn.Module, *_: Any) -> None:
     if any(parameter is not None and not isinstance(parameter, DTensor) for parameter in parameters.values()):
         # gathered weights have no copies, the shards that they come from do
         parameters |= {shard.name: shard.parameter for shard in fsdp.shards() if shard.module is module}
+    for name, parameter in parameters.items():
+        if parameter is not None and kind_of(parameter) is None:
+            _warn(_lost(f"{type(module).__name__}.{name}", parameter))
     weights = [weight for each in parameters.values() if isinstance(weight := fp8_of(each), TeWeight)]
     for weight in weights:
         weight.after_forward(built.keeps)

@@ -18,8 +18,9 @@ from fp8_common import Fp8Error
 from fp8_common.torch.compat import local_of, version_of
 from fp8_common.torch_layers.sharding import fsdp
 from fp8_common.torch_layers.sharding.agreement import group_of_parts
-from fp8_te_init.masters.values import gradient_elsewhere, new_master, tell_of_master
+from fp8_te_init.masters.values import gradient_elsewhere, new_master, part_like, tell_of_master
 from fp8_te_init.te import TeWeight, fp8_of, kind_of
+from fp8_te_init.te_modules import ORDER
 from fp8_te_init.weight.all_gather import quantize_together
 from fp8_te_init.weight.state import Record, WeightState
 
@@ -112,14 +113,16 @@ class MasterOptimizer(Optimizer):
 
     def _with_masters(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return a parameter group for the inner optimizer."""
-        params, rounded = [], 0
+        params, rounded, cure = [], 0, ""
         for parameter in group["params"]:
             weight = fp8_of(parameter)
             low = weight is not None or parameter.dtype in (torch.bfloat16, torch.float16)
             self._kinds[parameter] = "native" if isinstance(weight, WeightState) else kind_of(parameter)
             if low and parameter.requires_grad and parameter not in self._masters:
                 master = None if weight is None else weight.live_master
-                rounded += master is None and weight is not None and weight.start is None
+                if master is None and weight is not None and weight.start is None:
+                    rounded += 1
+                    cure = f" {ORDER}" if isinstance(weight, TeWeight) and isinstance(parameter, DTensor) else cure
                 self._masters[parameter] = new_master(parameter) if master is None else master
                 tell_of_master(parameter, self._masters[parameter], rounds=self._round_through_dtype)
                 self._agree(parameter)
@@ -128,10 +131,69 @@ class MasterOptimizer(Optimizer):
             logger.warning(
                 "The masters of %d FP8 weights start from rounded values: those before rounding were not preserved, or "
                 "are dropped already. Build the model in fp8_model_init(preserve_high_precision_init_val=True), make "
-                "all optimizers before the first step, or load a checkpoint of the optimizer.",
+                "all optimizers before the first step, or load a checkpoint of the optimizer.%s",
                 rounded,
+                cure,
             )
         return {**group, "params": params}
+
+    def _follow_groups(self) -> None:
+        """Follow what was exchanged, moved or removed in the parameter groups, as Accelerate does after `fully_shard`.
+
+        Raises:
+            Fp8Error: A parameter is there that is in the place of none, or of one of another shape.
+        """
+        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+            # as sets: some optimizers sort their parameters
+            trained = {id(self._masters.get(parameter, parameter)) for parameter in ours["params"]}
+            if trained != {id(parameter) for parameter in theirs["params"]}:
+                self._exchange()
+                return
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        known = iter(list(self._kinds))  # in the order of the groups
+        present = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+            before = [next(known) for _ in theirs["params"]]
+            for parameter, old in itertools.zip_longest(ours["params"], before):
+                if parameter is None or parameter in self._kinds:
+                    continue
+                if old is None or id(old) in present or old.shape != parameter.shape:
+                    raise Fp8Error(
+                        f"A parameter of shape {tuple(parameter.shape)} was put into a group of this MasterOptimizer, "
+                        "in the place of no other of this shape: make the optimizer for the model as it is trained, "
+                        "after fully_shard, or use add_param_group."
+                    )
+                found.append((old, parameter))
+        for old, parameter in found:
+            self._take_over(old, parameter)
+        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+            theirs["params"] = [self._masters.get(parameter, parameter) for parameter in ours["params"]]
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._kinds = {parameter: self._kinds[parameter] for parameter in own}
+        self._masters = {parameter: self._masters[parameter] for parameter in own if parameter in self._masters}
+        self._agreed = {parameter: self._agreed[parameter] for parameter in self._masters}
+        self._publish()
+
+    def _take_over(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Give a new parameter the part of master and state of an old one that belongs to it."""
+        before = self._masters.get(old, old)
+        self._with_masters({"params": [new]})
+        after = self._masters.get(new, new)
+        state = self.inner.state.pop(before, {})
+        if state:
+            cut = {k: part_like(v, after) if getattr(v, "shape", None) == old.shape else v for k, v in state.items()}
+            self.inner.state[after] = cut
+        if after is not new and before is not old:
+            values, local, weight = local_of(part_like(before, after)), local_of(after), fp8_of(new)
+            rounded = values.to(new.dtype)
+            own = weight.quantized(rounded if self._round_through_dtype else values) if weight is not None else rounded
+            # else something was written to it in between
+            if torch.equal(own, local_of(new).detach() if weight is None else weight.own_codes):
+                local.copy_(values)
+            self._agree(new)
 
     # ------------------------------------------------------------ masters
 
@@ -149,6 +211,8 @@ class MasterOptimizer(Optimizer):
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Return whether a parameter, the object that the model holds, has a master here."""
+        if parameter not in self._masters:
+            self._follow_groups()
         return parameter in self._masters
 
     @torch.no_grad()
@@ -157,7 +221,7 @@ class MasterOptimizer(Optimizer):
 
         It is the master itself: after a change of it call `write_back`.
         """
-        if parameter not in self._masters:
+        if not self.owns(parameter):
             return None
         self._follow_writes(self._trained([parameter]))
         return self._masters[parameter]
@@ -165,6 +229,7 @@ class MasterOptimizer(Optimizer):
     @torch.no_grad()
     def masters(self) -> list[torch.Tensor]:
         """Return every float32 master, in the order of the optimizer's parameters; see `master_of`."""
+        self._follow_groups()
         self._follow_writes()
         return list(self._masters.values())
 
@@ -187,6 +252,7 @@ class MasterOptimizer(Optimizer):
     @torch.no_grad()
     def write_back(self) -> None:
         """Quantize every master into its FP8 weight, and round it into other parameters. All ranks call it."""
+        self._follow_groups()
         self._write_back("start")
 
     def _write_back(self, record: Record, trained: "list[Trained] | None" = None) -> None:
@@ -269,6 +335,7 @@ class MasterOptimizer(Optimizer):
         """
         if self._published and not self.state:  # `optimizer.state.clear()` resets the moments
             self.inner.state.clear()
+        self._follow_groups()
         trained = self._trained()
         self._follow_writes(trained, stepping=True)
         self._share_options()
@@ -318,12 +385,6 @@ class MasterOptimizer(Optimizer):
             for parameter in group["params"]:
                 gradient, master = parameter.grad, self._masters.get(parameter)
                 gradient = gradient_elsewhere(parameter) if gradient is None else gradient
-                if parameter not in self._kinds:
-                    raise Fp8Error(
-                        f"A parameter of shape {tuple(parameter.shape)} was put into a group of this MasterOptimizer, "
-                        "which has masters of other parameters: make the optimizer for the model as it is trained, "
-                        "after fully_shard, or use add_param_group."
-                    )
                 if master is not None:
                     # a float32 gradient is handed over without a copy, others are converted
                     master.grad = None if gradient is None else gradient.to(torch.float32)
@@ -354,6 +415,7 @@ class MasterOptimizer(Optimizer):
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return the state as any optimizer does; each parameter's state has its master as "master_param"."""
+        self._follow_groups()
         self._follow_writes()
         self._share_options()
         # Masters belong in a checkpoint before the first step too. After this the state looks empty again, because
@@ -373,6 +435,7 @@ class MasterOptimizer(Optimizer):
         Raises:
             Fp8Error: The parameter groups are others, or a master is missing; nothing is loaded then.
         """
+        self._follow_groups()
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise Fp8Error(

@@ -4,8 +4,11 @@ import weakref
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from fp8_common import Fp8Error
 from fp8_common.torch.compat import distributed_like, local_of
+from fp8_common.torch_layers.sharding.fsdp import region_of
 from fp8_te_init.te import fp8_of
 
 
@@ -16,6 +19,24 @@ def new_master(parameter: torch.Tensor) -> torch.Tensor:
     start = None if weight is None else weight.init_values()
     values = start if start is not None else local.detach() if weight is None else weight.values()
     return distributed_like(parameter, values.to(local.device, torch.float32, copy=True))
+
+
+def part_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the part of a tensor that `like` is of a tensor of the same shape, distributed as `like` is.
+
+    Raises:
+        Fp8Error: `whole` is distributed itself, and otherwise.
+    """
+    local, own = local_of(like), local_of(whole)
+    if not isinstance(whole, DTensor):
+        first = region_of(like).offset
+        own = whole[tuple(slice(start, start + size) for start, size in zip(first, local.shape, strict=True))]
+    elif not (isinstance(like, DTensor) and whole.placements == like.placements and own.shape == local.shape):
+        raise Fp8Error(
+            f"A parameter placed as {getattr(like, 'placements', None)} was put in the place of one placed as "
+            f"{whole.placements}: save and load the optimizer to reshard it (torch.distributed.checkpoint)."
+        )
+    return distributed_like(like, own.detach().to(local.device, copy=True))
 
 
 def tell_of_master(parameter: torch.Tensor, master: torch.Tensor, *, rounds: bool) -> None:

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fp8_common.torch import casts
 from fp8_common.torch.compat import local_of
 from fp8_common.torch_layers.sharding import fsdp
 from fp8_common.torch_layers.sharding.agreement import group_of_parts, max_by_group
@@ -29,6 +30,9 @@ class Quantizable(Protocol):
     def quantize_(self, values: torch.Tensor, bits: torch.Tensor | None, *, record: Record = "start") -> None:
         """Write codes of values [n, columns], with the scales of the combined `bits`, or of these values alone."""
 
+
+GATHERED = "_fp8_gathered_from"
+"""The attribute of a module with the shard, held weakly, whose values before rounding its next forward may release."""
 
 Waiting = tuple[Quantizable, torch.Tensor, dist.ProcessGroup | None]
 """A weight, values [n, columns] that are to be quantized, and the ranks that hold the other rows."""
@@ -61,60 +65,65 @@ def agree_on_written(parameters: Iterable[torch.Tensor]) -> None:
     waiting = []
     for parameter in parameters:
         state = _state_of(local_of(parameter))
-        if state is not None and state.unagreed and state.start is not None:
+        if state is not None and state.due == "agreement" and state.start is not None:
             waiting.append((state, state.start.to(state.device), group_of_parts(parameter)))
     quantize_together(waiting)
 
 
-def pre_all_gather(weight: Any, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], tuple]:
+def pre_all_gather(
+    weight: Any,
+    mesh: DeviceMesh,
+    outer_size: torch.Size,
+    outer_stride: tuple[int, ...],
+    module: nn.Module,
+    mp_policy: MixedPrecisionPolicy,
+) -> tuple[tuple[torch.Tensor, ...], tuple]:
     """Return the uint8 rows that this rank sends, and what `post_all_gather` needs besides.
+
+    FSDP2 gives the arguments; `module` is the one that has the parameter.
 
     Raises:
         Fp8Error: The weight is sharded in a form that codes cannot be gathered in, or its scales are not its own.
     """
     state = weight._state
-    origin = state if state.uploaded_from is None else state.uploaded_from()
-    if origin is not None and origin.checked != origin.dtype:
-        _check(origin)
-    state.check()
-    if origin is not None and origin.unagreed:
-        agree_on_written(shard.parameter for shard in _shards_beside(origin))
-        if origin is not state:  # CPU offload: what is sent is a copy, made before the agreement
-            state.codes.copy_(origin.codes)
-            state.scale.copy_(origin.scale)
-            state.settle()
+    origin = _origin(state, module)
+    origin.check()
+    if origin.due is not None:
+        beside = list(fsdp.shards(fsdp.find_root(lambda local: _state_of(local) is origin)))
+        own = [shard for shard in beside if isinstance(_state_of(shard.local), WeightState)]
+        fsdp.check_gathers(own)
+        if origin.due == "agreement":
+            agree_on_written(shard.parameter for shard in own)
+            if origin is not state:  # what is sent was copied before the agreement
+                state.codes.copy_(origin.codes)
+                state.scale.copy_(origin.scale)
+                state.settle()
+        for shard in own:
+            if shard.local._state.due == "check":
+                shard.local._state.due = None
+    if origin.start is not None:
+        module.__dict__[GATHERED] = weakref.ref(origin)
     # FSDP2 does not pad what this hook returns, and ranks that send different sizes would corrupt the gather.
     # A weight that FSDP2 only replicates is whole on each rank.
     rows = state.rows if state.rows == state.full_shape[0] else -(-state.full_shape[0] // mesh.size())
     padded = torch.Size((rows, *state.full_shape[1:]))
     codes = state.codes if state.codes.shape == padded else state.own_codes
-    return (fsdp.pad_rows(codes, padded),), (state.scale, state if origin is None else origin)
+    return (fsdp.pad_rows(codes, padded),), (state.scale_inv, state.part)
 
 
 def post_all_gather(
     weight: Any, outputs: tuple[torch.Tensor, ...], metadata: tuple, param_dtype: torch.dtype, *, out: Any = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
     """Make the gathered weight from the rows of all ranks, or bring an existing one up to date."""
-    scale, state = metadata
-    # new tensors: scales of the weight are written in place by the next step
-    made = finish_gather(outputs[0], casts.reciprocal(scale), state.grid, state.full_shape, param_dtype, out=out)
-    if made is not None:
-        gathered: Any = made[0]
-        gathered.gathered_from = weakref.ref(state)
-    return made
+    scale_inv, part = metadata
+    return finish_gather(outputs[0], scale_inv, part.grid, part.full_shape, param_dtype, out=out)
 
 
-def _check(state: WeightState) -> None:
-    """Refuse, on all ranks, what FSDP2 does not support for tensors that it gathers in their own format."""
-    found = [shard for shard in _shards_beside(state) if isinstance(_state_of(shard.local), WeightState)]
-    fsdp.check_gathers(found)
-    for shard in found:
-        shard.local._state.checked = shard.local.dtype
-
-
-def _shards_beside(state: WeightState) -> list[fsdp.Shard]:
-    """Return what FSDP2 manages under the root that a shard belongs to."""
-    return list(fsdp.shards(fsdp.find_root(lambda local: _state_of(local) is state)))
+def _origin(state: WeightState, module: nn.Module) -> WeightState:
+    """Return the state of the shard that is gathered. Under CPU offload FSDP2 sends a copy, with the same start."""
+    held = [_state_of(local_of(parameter)) for parameter in module._parameters.values()]
+    copied = (own for own in held if own is not None and own.part == state.part and own.start is state.start)
+    return state if state in held else next(copied, state)
 
 
 def _state_of(local: Any) -> WeightState | None:

@@ -6,6 +6,7 @@ model loads too: its values are quantized, and become the new start. Values befo
 dict.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any, cast
 
@@ -124,7 +125,7 @@ def _assigned(
     """Return an FP8 weight that holds given codes and scales themselves, or the quantized values."""
     if given.is_floating_point():
         codes = torch.zeros(given.shape, dtype=torch.uint8, device=given.device)
-        fresh = state.around(codes, dtype=given.dtype, unagreed=False if state.sharded else None)
+        fresh = state.around(codes, part=dataclasses.replace(state.part, dtype=given.dtype), due=None)
         if not given.is_meta:
             fresh.write(given)
         return PrimaryFloat8Weight(codes, fresh)

@@ -49,7 +49,7 @@ def _sent(state: WeightState) -> list[torch.Tensor]:
 
 
 def _refuse_unlike(states: list[WeightState], group: dist.ProcessGroup, source: int) -> None:
-    mine = [(tuple(s.codes.shape), s.region, s.cast, s.dtype) for s in states]
+    mine = [(tuple(s.codes.shape), s.part) for s in states]
     theirs = [mine]
     dist.broadcast_object_list(theirs, source, group=group)
     if _any_rank(theirs[0] != mine, group):
@@ -84,10 +84,12 @@ def _any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
 
 
 def _broadcast_start(state: WeightState, group: dist.ProcessGroup, source: int) -> torch.Tensor | None:
-    header = torch.tensor([state.start is not None, bool(state.unagreed)], dtype=torch.int32, device=state.device)
+    waits = state.due == "agreement"
+    header = torch.tensor([state.start is not None, waits], dtype=torch.int32, device=state.device)
     dist.broadcast(header, source, group=group)
-    has_start, unagreed = header.tolist()
-    state.unagreed = bool(unagreed) if state.sharded else None
+    has_start, waits = header.tolist()
+    if state.sharded:
+        state.due = "agreement" if waits else "check"
     if not has_start:
         return None
     if dist.get_rank() == source and state.start is not None:
@@ -95,7 +97,7 @@ def _broadcast_start(state: WeightState, group: dist.ProcessGroup, source: int) 
     else:
         start = torch.empty(state.own_codes.shape, dtype=state.dtype, device=state.device)
     dist.broadcast(start, source, group=group)
-    return start if state.unagreed and state.keeps is None else start.cpu()
+    return start if waits and state.keeps is None else start.cpu()
 
 
 def _on_module(owner: nn.Module, name: str, module: nn.Module) -> None:

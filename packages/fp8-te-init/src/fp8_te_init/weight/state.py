@@ -26,6 +26,9 @@ Release = Literal["seed", "forward", "manual"]
 Record = Literal["step", "start", "nothing"]
 """What delayed scaling makes of an amax: the next entry of its history, the first one of a new history, or nothing."""
 
+Due = Literal["check", "agreement"]
+"""What has to happen before the codes of shards are gathered."""
+
 CODES_ALONE = "Codes were loaded without the scales that belong to them"
 SCALES_ALONE = "Scales were overwritten without the codes that belong to them"
 _ADVICE = {
@@ -34,100 +37,122 @@ _ADVICE = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Which weight this is, and which of its rows: what no write changes.
+
+    Attributes:
+        grid: How the weight is cast, and where its scales lie.
+        dtype: float32, bfloat16 or float16: what the weight stands for.
+        full_shape: [rows, columns] of the whole weight.
+        first_row: Index of the first row that is held here; None for a weight that is whole on each rank.
+    """
+
+    grid: ScaleGrid
+    dtype: torch.dtype
+    full_shape: torch.Size
+    first_row: int | None = None
+
+    @property
+    def region(self) -> Region:
+        """Where the rows that are held here begin."""
+        return Region.along(0, self.first_row or 0, self.full_shape)
+
+
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True, weakref_slot=True)
 class WeightState:
     """One storage of FP8 codes.
 
     Attributes:
-        cast: How the weight is cast.
+        part: Which weight it is, and which of its rows.
         codes: uint8 [rows, columns]: all rows of the weight, or this rank's, with padding at the end.
         scale: float32 scales of the whole weight, into FP8; their shape follows from the granularity.
-        region: Shape of the whole weight, [rows, columns], and where the rows that are held here begin.
-        dtype: float32, bfloat16 or float16: what the weight stands for.
         history: float32 [window] of delayed scaling, newest first; None without it.
         start: The values before rounding of the rows held here, [n, columns]; None if they are not known.
         keeps: When `start` is dropped; None if values that are written are not kept.
-        unagreed: Whether the ranks have yet to agree on a scale; None for a weight that is whole on each rank.
+        due: What has to happen before codes of shards are gathered: "agreement" of all ranks on a scale, for which
+            `start` stays, or a "check" that FSDP2 can gather them. None: nothing, as for a weight that is whole.
         master: The float32 master, held weakly, which optimizers of the same weight share; and the dtype to which it is
             rounded before it is quantized.
         displaced: The weight before the last write, with its master as `start`, until the next step: an average that is
             put in for an evaluation and taken out again costs the master no bit.
-        known: The versions of `codes` and `scale` at the last write of both, and a copy of the scales. The first is
-            None while the scales of loaded codes have not come.
-        checked: The dtype for which FSDP2 was found able to gather the weight.
-        uploaded_from: The state that this one was copied from, from another device (CPU offload).
+        settled: Of the moment when codes and scales were last known to belong together: the versions of both, and the
+            float32 scales back from FP8. The first is None while the scales of loaded codes have not come.
     """
 
-    cast: CastRecipe
+    part: Part
     codes: torch.Tensor
     scale: torch.Tensor
-    region: Region
-    dtype: torch.dtype
     history: torch.Tensor | None = None
     start: torch.Tensor | None = None
     keeps: Release | None = None
-    unagreed: bool | None = None
+    due: Due | None = None
     master: "tuple[weakref.ref[torch.Tensor], torch.dtype] | None" = None
     displaced: "WeightState | None" = None
-    known: "tuple[int | None, int, torch.Tensor] | None" = None
-    checked: torch.dtype | None = None
-    uploaded_from: "weakref.ref[WeightState] | None" = None
+    settled: "tuple[int | None, int, torch.Tensor] | None" = None
 
     @classmethod
     def empty(cls, like: torch.Tensor, cast: CastRecipe, keeps: Release | None = None) -> "WeightState":
         """Return the state of a whole weight of zeros, with the shape, dtype and device of `like` [rows, columns]."""
-        window = cast.policy.history  # 0 for every scaling but delayed
+        window, grid = cast.policy.history, ScaleGrid(cast)  # 0 for every scaling but delayed
         return cls(
-            cast=cast,
+            part=Part(grid=grid, dtype=like.dtype, full_shape=like.shape),
             codes=torch.zeros(like.shape, dtype=torch.uint8, device=like.device),
-            scale=torch.ones(ScaleGrid(cast).shape(like.shape), device=like.device),
-            region=Region.whole(like.shape),
+            scale=torch.ones(grid.shape(like.shape), device=like.device),
             history=torch.zeros(window, device=like.device) if window else None,
-            dtype=like.dtype,
             keeps=keeps,
         )
 
     def __post_init__(self) -> None:
         """Take codes and scales for those of one weight, unless told otherwise."""
-        if self.known is None:
+        if self.settled is None:
             self.settle()
 
     def around(self, codes: torch.Tensor, **changes: Any) -> "WeightState":
         """Return the state of other storage for the same weight, with scales of its own and the same start."""
         self.follow_loads()
-        own: dict[str, Any] = {"master": None, "displaced": None, "checked": None, "uploaded_from": None, "known": None}
+        own: dict[str, Any] = {"master": None, "displaced": None, "settled": None}
         own |= {name: _copied(getattr(self, name), codes.device) for name in ("scale", "history")}
         twin = dataclasses.replace(self, codes=codes, **(own | changes))
+        if twin.sharded and twin.due is None:
+            twin.due = "check"
         if self.loading:
             twin.expect_scales()
+        elif self.problem is not None:  # scales alone, of which a copy knows nothing else
+            twin.settled = version_of(twin.codes), -1, self.scale_inv.to(codes.device)
         return twin
 
     # ------------------------------------------------------------ which part of the weight this is
 
     @property
-    def grid(self) -> ScaleGrid:
-        """How the scales lie on the weight."""
-        return ScaleGrid(self.cast)
+    def cast(self) -> CastRecipe:
+        """How the weight is cast."""
+        return self.part.grid.cast
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float32, bfloat16 or float16: what the weight stands for."""
+        return self.part.dtype
 
     @property
     def full_shape(self) -> torch.Size:
         """[rows, columns] of the whole weight."""
-        return self.region.full_shape
+        return self.part.full_shape
 
     @property
     def first_row(self) -> int:
         """Index of the first row that is held here."""
-        return self.region.offset[0]
+        return self.part.first_row or 0
 
     @property
     def sharded(self) -> bool:
         """Whether other ranks may hold other rows, so that scales have to be agreed on."""
-        return self.unagreed is not None
+        return self.part.first_row is not None
 
     @property
     def rows(self) -> int:
         """Number of rows of the weight that are held here, without padding."""
-        return max(0, min(self.codes.shape[0], self.region.full_shape[0] - self.region.offset[0]))
+        return max(0, min(self.codes.shape[0], self.part.full_shape[0] - (self.part.first_row or 0)))
 
     @property
     def own_codes(self) -> torch.Tensor:
@@ -141,8 +166,8 @@ class WeightState:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of scales and history."""
-        return self.scale.nbytes + (0 if self.history is None else self.history.nbytes)
+        """Bytes of scales, in both directions, and history."""
+        return 2 * self.scale.nbytes + (0 if self.history is None else self.history.nbytes)
 
     @property
     def displaced_bytes(self) -> int:
@@ -153,12 +178,18 @@ class WeightState:
     @property
     def fmt(self) -> Format:
         """The format of the codes."""
-        return self.cast.fp8_format
+        return self.part.grid.cast.fp8_format
 
     @property
     def float8_codes(self) -> torch.Tensor:
         """The storage as torch's float8 dtype."""
         return self.codes.view(torch_dtype(self.cast.format))
+
+    @property
+    def scale_inv(self) -> torch.Tensor:
+        """float32 scales of the whole weight, back from FP8, of the shape of `scale`; written to by nobody."""
+        assert self.settled is not None  # noqa: S101  from `__post_init__` on
+        return self.settled[2]
 
     # ------------------------------------------------------------ between codes and values
 
@@ -169,20 +200,20 @@ class WeightState:
     def all_values(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the dequantized storage, padding included."""
         self.check()
-        scale = self.grid.of_part(self.scale, self.codes.shape, self.region)
-        return decoding.dequantize(self.float8_codes, casts.reciprocal(scale), self.fmt, dtype)
+        scale_inv = self.part.grid.of_part(self.scale_inv, self.codes.shape, self.part.region)
+        return decoding.dequantize(self.float8_codes, scale_inv, self.fmt, dtype)
 
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
         """Return uint8 codes of values [n, columns] of the rows that are held here, with the present scales."""
-        return self.grid.quantize_part(values, self.scale, self.region).view(torch.uint8)
+        return self.part.grid.quantize_part(values, self.scale, self.part.region).view(torch.uint8)
 
-    def scale_inv(self) -> torch.Tensor:
+    def wide_scale_inv(self) -> torch.Tensor:
         """Return float32 scales back from FP8 that broadcast to [n, columns]."""
-        return casts.reciprocal(self.grid.of_part(self.scale, self.own_codes.shape, self.region))
+        return self.part.grid.of_part(self.scale_inv, self.own_codes.shape, self.part.region)
 
     def amax_bits(self, values: torch.Tensor) -> torch.Tensor:
         """Return int32 [k], the bits of the absolute maxima, whose MAX over ranks gives the scales."""
-        return self.grid.amax_bits(values, self.region)
+        return self.part.grid.amax_bits(values, self.part.region)
 
     def quantize_(self, values: torch.Tensor, bits: torch.Tensor | None, *, record: Record = "start") -> None:
         """Write codes of values [n, columns] and the scales that follow from `bits`.
@@ -193,19 +224,22 @@ class WeightState:
             record: What delayed scaling makes of them. An optimizer's "step" is cast with the scale of earlier steps;
                 all else with the one of `bits`.
         """
-        if bits is None and self.history is None and self.rows == self.region.full_shape[0]:
-            cast = self.grid.quantize_whole(values)  # amax, scales and codes in one pass, with the bits of below
+        if bits is None and self.history is None and self.rows == self.part.full_shape[0]:
+            cast = self.part.grid.quantize_whole(values)  # amax, scales and codes in one pass, with the bits of below
             self.scale.copy_(cast.scale.view(self.scale.shape))
             self.codes[: len(values)].copy_(cast.codes.view(torch.uint8))
+            self.settle(cast.scale_inv.view(self.scale.shape))
         else:
-            self._quantize_with(self.amax_bits(values) if bits is None else bits, values, record)
+            self.set_scale(self.amax_bits(values) if bits is None else bits, record)
+            self.codes[: len(values)].copy_(self.quantized(values))
+            self.settle()
         if self.keeps is None:
             self.start = None
-        self.unagreed = None if self.unagreed is None else False
-        self.settle()
+        self._has_agreed()
 
-    def _quantize_with(self, bits: torch.Tensor, values: torch.Tensor, record: Record) -> None:
-        amax, previous = self.grid.amax(bits, self.full_shape), None
+    def set_scale(self, bits: torch.Tensor, record: Record) -> None:
+        """Set the scales that follow from agreed bits, and the history; the caller writes the codes."""
+        amax, previous = self.part.grid.amax(bits, self.full_shape), None
         if self.history is not None:
             algo, previous = self.cast.policy.algo, self.scale
             # before the update: the amax of a step counts from the next one on
@@ -215,7 +249,6 @@ class WeightState:
                 self.history.copy_(update_history(before, amax, algo)[0])
             amax = known if record == "step" else amax
         self.scale.copy_(casts.scale_from_amax(amax, self.fmt, self.cast.policy, previous))
-        self.own_codes.copy_(self.quantized(values))
 
     def write(self, values: torch.Tensor, *, replaces: bool = True, fresh: bool = False) -> None:
         """Take over new values [n, columns]: codes, start and master at once; the ranks agree on a scale later.
@@ -250,15 +283,15 @@ class WeightState:
         self.displace()
         if moves:  # FSDP2 pads a shard in the first forward, which may come while another weight is put in
             self.displaced = other.displaced
-        self.region = Region.along(0, other.first_row + row, self.full_shape)
+        if self.sharded:
+            self.part = dataclasses.replace(self.part, first_row=other.first_row + row)
         self.own_codes.copy_(other.codes[row : row + self.rows])
         if self.scale is not other.scale:
             self.scale.copy_(other.scale)
             if self.history is not None and other.history is not None:
                 self.history.copy_(other.history)
-        if self.sharded:
-            self.unagreed = bool(other.unagreed)
-        known = self.keeps is not None or self.unagreed or self.live_master is not None
+            self.due = other.due or "check"
+        known = self.keeps is not None or self.due == "agreement" or self.live_master is not None
         self.start = other.start[row : row + self.rows].clone() if known and other.start is not None else None
         if refused:  # FSDP2 copies after a load, on ranks with padding alone: all ranks raise at the next use
             self.expect_scales()
@@ -269,7 +302,7 @@ class WeightState:
     def _take_start(self, values: torch.Tensor) -> None:
         """Keep values before rounding as long as they are needed; of shards until the ranks agree on a scale."""
         if self.sharded:
-            self.unagreed = True
+            self.due = "agreement"
         if self.keeps is not None:
             self.start = values.to("cpu", copy=True)
         elif self.sharded:
@@ -321,7 +354,7 @@ class WeightState:
             self.displaced = None
         elif replaces or self.displaced is None:
             own = {"start": local_of(master).detach().clone(), "master": self.master, "displaced": self.displaced}
-            self.displaced = self.around(self.codes.clone(), unagreed=None, **own)
+            self.displaced = self.around(self.codes.clone(), **own)
 
     def follow_codes(self) -> None:
         """Let the master follow codes that came from elsewhere, unless it is what they are the rounding of."""
@@ -329,7 +362,7 @@ class WeightState:
             self._set_master_of_codes()
         if self.displaced is not None:
             self.displaced.displaced = None
-        if self.keeps is None and not self.unagreed:
+        if self.keeps is None and self.due != "agreement":
             self.start = None
 
     def _set_master_of_codes(self) -> None:
@@ -387,7 +420,7 @@ class WeightState:
         Values whose scale the ranks have not agreed on stay until they have, for nobody to see.
         """
         held, self.keeps = self.start, None
-        if held is None or self.unagreed:
+        if held is None or self.due == "agreement":
             return 0
         self.start = None
         return held.nbytes
@@ -401,8 +434,17 @@ class WeightState:
 
     def expect_scales(self) -> None:
         """Take what is in the storage for codes of a checkpoint, whose scales come next."""
-        self.known = None, version_of(self.scale), self.scale.clone()
-        self.start, self.unagreed = None, False if self.sharded else None
+        self.settled = None, version_of(self.scale), casts.reciprocal(self.scale)
+        self._forget_start()
+
+    def _forget_start(self) -> None:
+        """Know nothing of the values before rounding: codes came, with the scales that all ranks have."""
+        self.start = None
+        self._has_agreed()
+
+    def _has_agreed(self) -> None:
+        if self.due == "agreement":
+            self.due = "check"
 
     def check(self) -> None:
         """Refuse codes whose scales did not come, and scales that were written without their codes.
@@ -410,18 +452,17 @@ class WeightState:
         Raises:
             Fp8Error: One of both.
         """
-        known = self.known
-        if known is not None and version_of(self.codes) == known[0] and version_of(self.scale) == known[1]:
-            return  # nobody has written
+        if not (self.codes_came or self.scales_came):
+            return
         problem = self.problem
         if problem is not None:
             raise Fp8Error(f"{problem} in an FP8 weight {tuple(self.full_shape)}. {_ADVICE[problem]}")
-        if self.scale.is_meta or not (self.codes_came or self.scales_came):
+        if self.scale.is_meta:
             return
         is_load = self.codes_came  # else the scales were copied to themselves
         self.settle()
         if is_load:
-            self.start, self.unagreed = None, False if self.sharded else None
+            self._forget_start()
             self.follow_codes()
 
     def follow_loads(self) -> None:
@@ -432,17 +473,17 @@ class WeightState:
     @property
     def loading(self) -> bool:
         """Whether codes were put in place whose scales have not come yet."""
-        return self.known is not None and self.known[0] is None
+        return self.settled is not None and self.settled[0] is None
 
     @property
     def codes_came(self) -> bool:
         """Whether codes were written to since codes and scales were last known to belong together."""
-        return self.known is not None and version_of(self.codes) != self.known[0]
+        return self.settled is not None and version_of(self.codes) != self.settled[0]
 
     @property
     def scales_came(self) -> bool:
         """Whether the scales were written to since codes and scales were last known to belong together."""
-        return self.known is not None and version_of(self.scale) != self.known[1]
+        return self.settled is not None and version_of(self.scale) != self.settled[1]
 
     @property
     def problem(self) -> str | None:
@@ -451,13 +492,14 @@ class WeightState:
             return None
         if self.codes_came and not self.scales_came:
             return CODES_ALONE
-        if self.scales_came and not self.codes_came and self.known and not torch.equal(self.scale, self.known[2]):
+        if self.scales_came and not self.codes_came and not torch.equal(casts.reciprocal(self.scale), self.scale_inv):
             return SCALES_ALONE
         return None
 
-    def settle(self) -> None:
-        """Take the scales that are there for those of the codes."""
-        self.known = version_of(self.codes), version_of(self.scale), self.scale.clone()
+    def settle(self, scale_inv: torch.Tensor | None = None) -> None:
+        """Take the scales that are there for those of the codes, and `scale_inv` for what leads back."""
+        scale_inv = casts.reciprocal(self.scale) if scale_inv is None else scale_inv
+        self.settled = version_of(self.codes), version_of(self.scale), scale_inv
 
 
 @functools.cache

@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import functools
 import logging
-import weakref
 from typing import Any
 
 import torch
@@ -27,9 +26,9 @@ from fp8_common.torch.compat import (
     wrapper_of,
     written_tensors,
 )
-from fp8_common.torch_layers.sharding.scale_grid import Region
+from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
 from fp8_te_init.weight import all_gather
-from fp8_te_init.weight.state import WeightState
+from fp8_te_init.weight.state import Part, WeightState
 
 aten = torch.ops.aten
 logger = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ class _Traced:
 
     def __init__(self, state: WeightState) -> None:
         self.state: Any = state
-        self.kind = state.cast, state.full_shape, state.dtype
+        self.kind = state.part
 
     def __deepcopy__(self, memo: dict) -> "_Traced":
         twin = copy.copy(self)
@@ -205,13 +204,11 @@ class PrimaryFloat8Weight(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """Pickle codes and scales; values before rounding are never part of it."""
         state = self._state
-        names = ("codes", "scale", "history", "dtype")
-        fields: dict[str, Any] = {name: getattr(state, name) for name in names}
+        fields: dict[str, Any] = {name: getattr(state, name) for name in ("codes", "scale", "history")}
         # of types that `torch.load` knows
-        fields |= {"cast": state.cast.to_dict(), "region": (state.full_shape, state.region.offset)}
-        fields["unagreed"] = False if state.sharded else None
+        part = (state.cast.to_dict(), state.dtype, state.full_shape, state.part.first_row)
         trained = self.requires_grad if isinstance(self, nn.Parameter) else None
-        return _rebuild, (fields, self._codes, trained)
+        return _rebuild, (part, fields, self._codes, trained)
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
         """Copy codes, scales and start; aliases stay aliases, and buffers of layers those of the copied weight."""
@@ -353,12 +350,12 @@ def _twin(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -> 
         shard = dataclasses.replace(
             state,
             codes=codes,
-            region=Region.along(0, state.full_shape[0], state.full_shape),
-            unagreed=bool(state.unagreed),
+            part=dataclasses.replace(state.part, first_row=state.full_shape[0]),
             start=start,
+            due=state.due or "check",
+            master=state.master if state.sharded else None,
             displaced=None,
-            checked=None,
-            known=None,
+            settled=None,
         )
         if state.loading:
             shard.expect_scales()
@@ -367,10 +364,8 @@ def _twin(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -> 
         return None
     made: dict[str, Any] = {}
     if func is aten.empty_like.default:
-        made = {"start": None, "unagreed": False if state.sharded else None}
+        made = {"start": None, "due": None}
     fresh = state.around(func(state.codes, *rest, **options), **made)
-    if fresh.device != state.device:
-        fresh.uploaded_from = weakref.ref(state)
     return PrimaryFloat8Weight(weight.view_of(fresh.codes), fresh)
 
 
@@ -424,9 +419,12 @@ def tell_of_rounding(name: str) -> None:
     )
 
 
-def _rebuild(fields: dict, codes: torch.Tensor, trained: bool | None) -> torch.Tensor:
-    made: dict[str, Any] = fields | {"cast": CastRecipe.from_dict(fields["cast"]), "region": Region(*fields["region"])}
-    weight = PrimaryFloat8Weight(codes, WeightState(**made))
+def _rebuild(part: tuple, fields: dict[str, Any], codes: torch.Tensor, trained: bool | None) -> torch.Tensor:
+    cast, dtype, full_shape, first_row = part
+    grid = ScaleGrid(CastRecipe.from_dict(cast))
+    own = Part(grid=grid, dtype=dtype, full_shape=full_shape, first_row=first_row)
+    due = None if first_row is None else "check"
+    weight = PrimaryFloat8Weight(codes, WeightState(part=own, due=due, **fields))
     return weight if trained is None else nn.Parameter(weight, requires_grad=trained)
 
 

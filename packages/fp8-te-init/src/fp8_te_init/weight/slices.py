@@ -1,0 +1,163 @@
+"""`quantize_master_weights`: FP8 weights from flat slices of masters, one slice of each weight on each rank."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import increment_version
+
+from fp8_common import Fp8Error
+from fp8_common.torch_layers.sharding.agreement import max_over_ranks
+from fp8_common.torch_layers.sharding.scale_grid import Region
+from fp8_te_init.weight.state import WeightState
+from fp8_te_init.weight.tensor import PrimaryFloat8Weight
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Slice:
+    """Consecutive elements of a flattened weight.
+
+    Attributes:
+        state: The weight, all of it.
+        first: Index of the first element.
+        values: The elements, [n].
+    """
+
+    state: WeightState
+    first: int
+    values: torch.Tensor
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The rows that it touches, [k, columns], with zeros for elements of other ranks: no amax sees these."""
+        columns, count = self.state.full_shape[1], self.values.numel()
+        if not count:
+            return self.values.new_zeros(0, columns)
+        inside = self.first % columns
+        rows = self.values.new_zeros(-(-(inside + count) // columns), columns)
+        rows.view(-1)[inside : inside + count] = self.values
+        return rows
+
+    @property
+    def region(self) -> Region:
+        """Where these rows begin."""
+        shape = self.state.full_shape
+        return Region.along(0, self.first // max(1, shape[1]), shape)
+
+    def codes(self) -> torch.Tensor:
+        """Return the uint8 codes of the elements, with the present scales."""
+        state = self.state
+        codes = state.part.grid.quantize_part(self.rows, state.scale, self.region).view(torch.uint8).view(-1)
+        inside = self.first % max(1, state.full_shape[1])
+        return codes[inside : inside + self.values.numel()]
+
+
+@torch.no_grad()
+def quantize_master_weights(
+    model_weights: Sequence[torch.Tensor],
+    master_weights: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Quantize masters that ranks hold in flat slices into whole FP8 weights: a step of a distributed optimizer.
+
+    Codes and scales are those of the whole master, wherever slices cut rows and blocks. The arguments are those of
+    TransformerEngine's function, which leaves it to the caller to gather the codes; here all ranks hold all codes
+    afterwards. Values before rounding are dropped. All ranks of the group call it. It takes three collectives, whatever
+    the number of weights: one finds mistakes, one agrees on scales, one gathers codes.
+
+    Args:
+        model_weights: FP8 weights that are whole on each rank, the same in the same order on all ranks.
+        master_weights: For each this rank's elements [n] of the flattened master, float32, bfloat16 or float16; None
+            where it has none.
+        start_offsets: For each the index of the first of these elements. Slices of all ranks together are the weight.
+        group: The ranks that hold the slices; all by default, and this process where there are no others.
+
+    Raises:
+        Fp8Error: Lists of different lengths, weights that are not whole FP8 weights, slices that overlap, leave gaps or
+            do not fit. On all ranks, and before anything is written.
+    """
+    group = group or (dist.group.WORLD if dist.is_initialized() else None)
+    problem, slices = None, list[_Slice]()
+    try:
+        slices = _slices_of(model_weights, master_weights, start_offsets)
+    except Fp8Error as error:
+        problem = error
+    device = next((weight.device for weight in model_weights), torch.device("cpu"))
+    own = [(one.first, one.values.numel()) for one in slices] or [(0, 0)] * len(model_weights)
+    table = _gathered(torch.tensor([(problem is not None, 0), *own], dtype=torch.int64, device=device), group).tolist()
+    _refuse(problem, table, [tuple(weight.shape) for weight in model_weights])
+    bits, _ = max_over_ranks([s.state.part.grid.amax_bits(s.rows, s.region) for s in slices], group)
+    for one, agreed in zip(slices, bits, strict=True):
+        one.state.set_scale(agreed, "step")
+    # ranks send as much as the one that has most
+    longest = max(sum(count for _, count in of_rank[1:]) for of_rank in table)
+    mine = torch.cat([*(one.codes() for one in slices), torch.zeros(longest, dtype=torch.uint8, device=device)])
+    for (_, *places), codes in zip(table, _gathered(mine[:longest], group), strict=True):
+        counts = [count for _, count in places]
+        for one, (first, count), part in zip(slices, places, codes[: sum(counts)].split(counts), strict=True):
+            one.state.codes.view(-1)[first : first + count] = part
+    for weight, one in zip(model_weights, slices, strict=True):
+        # autograd then refuses the backward of a forward that saw the weight of before
+        increment_version(weight)
+        one.state.release()
+        one.state.settle()
+        one.state.follow_codes()
+
+
+def _slices_of(
+    weights: Sequence[torch.Tensor], masters: Sequence[torch.Tensor | None], offsets: Sequence[int | None]
+) -> list[_Slice]:
+    if not len(weights) == len(masters) == len(offsets):
+        raise Fp8Error(
+            f"quantize_master_weights got {len(weights)} weights, {len(masters)} masters and {len(offsets)} offsets: "
+            "give one of each for every weight, None where this rank has nothing of it."
+        )
+    return [_slice_of(*one) for one in zip(weights, masters, offsets, strict=True)]
+
+
+def _slice_of(weight: torch.Tensor, values: torch.Tensor | None, first: int | None) -> _Slice:
+    if not (isinstance(weight, PrimaryFloat8Weight) and weight.is_whole and not weight.state.sharded):
+        raise Fp8Error(
+            f"quantize_master_weights takes whole FP8 weights of nn.Linear, got a {type(weight).__name__} of shape "
+            f"{tuple(weight.shape)}. Weights under fully_shard are trained by a MasterOptimizer, those of "
+            "TransformerEngine go to its own quantize_master_weights, others need no cast."
+        )
+    values = torch.empty(0, device=weight.device) if values is None else values.detach()
+    if not (values.is_floating_point() and values.itemsize in (2, 4)) or values.device != weight.device:
+        raise Fp8Error(
+            f"A slice of a master is float32, bfloat16 or float16 and on {weight.device} as its weight, got "
+            f"{values.dtype} on {values.device}."
+        )
+    first = first or 0
+    if first < 0 or first + values.numel() > weight.numel():
+        raise Fp8Error(
+            f"A slice of {values.numel()} elements from {first} does not lie in a weight of {weight.numel()} elements."
+        )
+    return _Slice(state=weight.state, first=first, values=values.flatten())
+
+
+def _refuse(problem: Fp8Error | None, table: list, shapes: list[tuple[int, ...]]) -> None:
+    """Raise, on all ranks alike, what one of them has found, or what their slices are together."""
+    if any(of_rank[0][0] for of_rank in table):
+        raise problem or Fp8Error("Another rank gave quantize_master_weights wrong slices; its message says which.")
+    for index, shape in enumerate(shapes):
+        end, size = 0, shape[0] * shape[1]
+        for first, count in [*sorted(of_rank[index + 1] for of_rank in table if of_rank[index + 1][1]), (size, 0)]:
+            if first != end:
+                what = "are missing" if first > end else "came from two ranks"
+                raise Fp8Error(
+                    f"The slices of weight {index} {shape} do not fit together: the elements from {min(first, end)} to "
+                    f"{max(first, end)} {what}. Each element of a weight belongs to one rank."
+                )
+            end = first + count
+
+
+def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return tensors of equal shape of all ranks, stacked."""
+    if group is None or group.size() == 1:
+        return tensor.unsqueeze(0)
+    made = tensor.new_empty(group.size() * tensor.numel())
+    dist.all_gather_into_tensor(made, tensor.reshape(-1), group=group)
+    return made.view(-1, *tensor.shape)
