@@ -1,0 +1,15 @@
+"""Published FP8 checkpoints: their codes as frozen weights, adapters beside them, and the way back, byte for byte.
+
+Example:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    convert_published(model, folder)
+    model = get_peft_model(model, LoraConfig(...))
+    fully_shard(model)
+    load_published(model, folder)
+"""
+
+from fp8_te_init.published.load import Loaded, convert_published, load_published, save_published
+from fp8_te_init.published.weight import PublishedWeight
+
+__all__ = ["Loaded", "PublishedWeight", "convert_published", "load_published", "save_published"]
