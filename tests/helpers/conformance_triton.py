@@ -44,7 +44,7 @@ def quantize(x, scale, fmt):
 
 def dequantize(q, scale, fmt, dtype):
     need(True, fmt)
-    return decoding.dequantize(q.view(torch_dtype(fmt)), scale, fmt, dtype)
+    return decoding.dequantize(q.view(torch_dtype(fmt)), casts.reciprocal(scale), fmt, dtype)
 
 
 def quantize_rowwise(x, fmt, axis, policy):
@@ -61,7 +61,7 @@ def quantize_blockwise(x, fmt, block, policy):
 
 def dequantize_blockwise(q, scale, fmt, block, dtype):
     need(True, fmt)
-    return decoding.dequantize(q, scale, fmt, dtype, block)
+    return decoding.dequantize(q, casts.reciprocal(scale), fmt, dtype, block)
 
 
 def quantize_mx(x, fmt, mode):

@@ -75,8 +75,13 @@ def ten_steps(rank: int, world_size: int, recipe: str | None) -> dict:
     model, losses, codes, scales = build(recipe), [], [], []
 
     def look(layer: nn.Module, args: object) -> None:
-        codes.append(layer.weight.codes.clone())
-        scales.append(layer.weight.scale.clone())
+        weight = layer.weight
+        codes.append(weight.codes.clone())
+        if weight.scale_inv.dtype == torch.uint8:
+            scales.append(weight.scale_inv.clone())
+        else:
+            scales.append(weight.origin.scale.clone())  # into FP8, as recorded
+            assert torch.equal(weight.scale_inv, weight.origin.scale.reciprocal())
 
     for layer in model.modules():
         if isinstance(layer, f8.Float8Linear):

@@ -25,7 +25,7 @@ MUTATIONS = {
         "rowwise", "row-wise", "tl.div_rn(fmax, amax)", "(fmax / amax)", "divides approximately", 90,
     ),
     "reciprocal": (
-        "dequantize", "dequantize, row", "tl.div_rn(1.0, scale)", "(1.0 / scale)", "divides approximately", 90,
+        "rowwise", "row-wise", "tl.div_rn(1.0, scale)", "(1.0 / scale)", "divides approximately", 90,
     ),
     "float-maximum": (
         "rowwise", "row-wise", "key = widen_key(tl.max(narrow_key(x), axis=1), x.dtype)",

@@ -14,20 +14,20 @@ from tests.helpers.tensors import reloaded
 def test_a_gather_is_wrapped_once_and_refilled_in_place():
     grid, buffer, shape = ScaleGrid(CastRecipe(granularity="rowwise")), torch.zeros(6, dtype=torch.uint8), (2, 2)
     buffer[:4] = torch.tensor([1.0, 2.0, -4.0, 0.5]).to(torch.float8_e4m3fn).view(torch.uint8)
-    scale = torch.tensor([[2.0], [1.0]])
-    whole, freed = finish_gather(buffer, scale, grid, torch.Size(shape), torch.bfloat16)
+    scale_inv = torch.tensor([[0.5], [1.0]])
+    whole, freed = finish_gather(buffer, scale_inv, grid, torch.Size(shape), torch.bfloat16)
     assert freed == (), "the codes are FSDP2's own buffer"
     assert (whole.codes.data_ptr(), whole.dtype) == (buffer.data_ptr(), torch.bfloat16)
     assert whole.tolist() == [[0.5, 1.0], [-4.0, 0.5]]
     buffer[:4] = buffer[:4].flip(0)
     parameter = torch.nn.Parameter(whole)
-    assert finish_gather(buffer, scale * 2, grid, torch.Size(shape), torch.bfloat16, out=parameter) is None
+    assert finish_gather(buffer, scale_inv / 2, grid, torch.Size(shape), torch.bfloat16, out=parameter) is None
     assert parameter.tolist() == [[0.125, -1.0], [1.0, 0.5]]
 
 
 def gathered_weight():
     codes = torch.tensor([[1.0, 2.0], [-4.0, 0.5]]).to(torch.float8_e4m3fn)
-    return GatheredWeight(codes, torch.tensor(2.0), "e4m3", torch.float32)
+    return GatheredWeight(codes, torch.tensor(0.5), "e4m3", torch.float32)
 
 
 def test_it_reads_as_the_values_it_stands_for():
@@ -59,5 +59,5 @@ def test_a_hash_for_compilers_names_what_a_graph_depends_on():
     one = gathered_weight()
     assert one._stable_hash_for_caching() == gathered_weight()._stable_hash_for_caching()
     rows = GatheredWeight(one.codes, torch.ones(2, 1), "e4m3", torch.float32)
-    half = GatheredWeight(one.codes, one.scale, "e4m3", torch.bfloat16)
+    half = GatheredWeight(one.codes, one.scale_inv, "e4m3", torch.bfloat16)
     assert len({tensor._stable_hash_for_caching() for tensor in (one, rows, half)}) == 3

@@ -163,8 +163,8 @@ def decided(x):
     return (
         *(scale, casts.reciprocal(scale), codes),
         *(decoding.values(codes, f8.E4M3), decoding.values(turned.codes.t(), f8.E5M2, torch.bfloat16)),
-        decoding.dequantize(codes, scale, f8.E4M3, torch.bfloat16),
-        decoding.dequantize(blocks.codes, blocks.scale, f8.E4M3, torch.float32, (1, 128)),
+        decoding.dequantize(codes, casts.reciprocal(scale), f8.E4M3, torch.bfloat16),
+        decoding.dequantize(blocks.codes, blocks.scale_inv, f8.E4M3, torch.float32, (1, 128)),
         *(*parts_of(turned), *parts_of(blocks)),
         *parts_of(casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL)),
         *parts_of(casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL, (0, 1))),

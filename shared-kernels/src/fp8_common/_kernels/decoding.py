@@ -1,4 +1,4 @@
-"""Kernels that dequantize: q * RN32(1 / scale) in float32, rounded to the dtype of the result.
+"""Kernels that dequantize: q * scale_inv in float32, rounded to the dtype of the result.
 
 Dims: q_MN is [M, N]; a scale covers `rows` x `columns` elements and lies at [m // rows, n // columns].
 """
@@ -6,7 +6,7 @@ Dims: q_MN is [M, N]; a scale covers `rows` x `columns` elements and lies at [m 
 import triton
 import triton.language as tl
 
-from fp8_common._kernels.device import multiple_of_16, reciprocal, scale_inv_of_e8m0
+from fp8_common._kernels.device import multiple_of_16, scale_inv_of_e8m0
 from fp8_common._kernels.launch import Launch, Out, input_dtype, kernel_format, matrix_sizes, plan, tile_count
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format
@@ -15,7 +15,7 @@ from fp8_common.formats import Format
 @triton.jit(do_not_specialize=["M", "N"])
 def dequantize_kernel(
     q_ptr,
-    scale_ptr,
+    scale_inv_ptr,
     y_ptr,
     M: tl.int32,
     N: tl.int32,
@@ -36,11 +36,10 @@ def dequantize_kernel(
     # Tiles are as wide as a block (BN == COLUMNS), so the number of a tile is the column of its scale.
     column = 0 if COLUMNS == 0 else tile
     stride = 1 if COLUMNS == 0 else tiles_n
-    # The rounded reciprocal is part of the definition: q / scale would differ in the last bit.
     if ROWS == 0:
-        scale_inv = reciprocal(tl.load(scale_ptr + column))
+        scale_inv = tl.load(scale_inv_ptr + column)
     else:
-        scale_inv = reciprocal(tl.load(scale_ptr + (r // ROWS).to(tl.int64) * stride + column, mask=r < M, other=1.0))
+        scale_inv = tl.load(scale_inv_ptr + (r // ROWS).to(tl.int64) * stride + column, mask=r < M, other=1.0)
     value = tl.load(q_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale_inv
     tl.store(y_ptr + at, value.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -76,7 +75,7 @@ def dequantize_mx_kernel(
 
 @plan
 def dequantize(m: int, n: int, fmt: str | Format, dtype: str, block: tuple[int, int]) -> Launch:
-    """Plan q * RN(1 / scale) for q [m, n] with one scale per block (rows, columns).
+    """Plan q * scale_inv for q [m, n] with one scale back from FP8 per block (rows, columns).
 
     Raises:
         Fp8Error: No kernel has this block.
@@ -89,7 +88,7 @@ def dequantize(m: int, n: int, fmt: str | Format, dtype: str, block: tuple[int, 
     return Launch(
         kernel=dequantize_kernel,
         grid=tile_count(m, 32) * tile_count(n, 128),
-        inputs={"q_ptr": kernel_format(fmt).dtype_name, "scale_ptr": "float32"},
+        inputs={"q_ptr": kernel_format(fmt).dtype_name, "scale_inv_ptr": "float32"},
         outputs={"y_ptr": Out((m, n), input_dtype(dtype))},
         scalars=matrix_sizes(m, n),
         constants={"ROWS": rows, "COLUMNS": columns, "ALIGNED": n % 16 == 0, "BM": 32, "BN": 128},

@@ -209,7 +209,7 @@ def dequantize(
     Raises:
         Fp8Error: Unsupported dtype, or `scale` does not broadcast to the shape of `q`.
     """
-    return decoding.dequantize(q, _broadcastable(scale, q), get_data_format(fmt), dtype)
+    return decoding.dequantize(q, casts.reciprocal(_broadcastable(scale, q)), get_data_format(fmt), dtype)
 
 
 def fake_quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> torch.Tensor:
@@ -236,7 +236,7 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
         """Return the decoded codes, in the dtype of `x`."""
-        return decoding.dequantize(casts.quantize(x, scale, fmt), scale, fmt, x.dtype)
+        return decoding.dequantize(casts.quantize(x, scale, fmt), casts.reciprocal(scale), fmt, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -309,7 +309,7 @@ def dequantize_blockwise(
     Raises:
         Fp8Error: Unsupported dtype or format, a block that cannot cut `q`, or scales of another shape.
     """
-    return decoding.dequantize(q, scale, get_data_format(fmt), dtype, check_block(block, q.ndim))
+    return decoding.dequantize(q, reciprocal(scale), get_data_format(fmt), dtype, check_block(block, q.ndim))
 
 
 def amax_to_e8m0(amax: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> torch.Tensor:

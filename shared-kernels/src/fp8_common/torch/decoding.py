@@ -8,7 +8,7 @@ from fp8_common.torch import numerics, rounding
 from fp8_common.torch._operators import operator
 from fp8_common.torch._triton import hides, launch, matrix_of, name_of, plans, takes
 from fp8_common.torch.blocks import Block, block_of, scale_shape, split_blocks
-from fp8_common.torch.numerics import as_float32, divide, torch_dtype
+from fp8_common.torch.numerics import as_float32, torch_dtype
 
 
 def values(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -17,30 +17,29 @@ def values(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32)
 
 
 def dequantize(
-    q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.dtype, block: Block = None
+    q: torch.Tensor, scale_inv: torch.Tensor, fmt: Format, dtype: torch.dtype, block: Block = None
 ) -> torch.Tensor:
-    """Return q * RN32(1 / scale), computed in float32 and rounded to `dtype`.
+    """Return q * scale_inv, computed in float32 and rounded to `dtype`.
 
     Args:
         q: uint8 or float8 codes.
-        scale: float32, broadcasts to `q`; with `block`, one for each block.
+        scale_inv: float32 back from FP8, broadcasts to `q`; with `block`, one for each block.
         fmt: The format.
         dtype: That of the result.
         block: What shares a scale, where scales do not broadcast.
     """
     if torch.compiler.is_compiling():
-        # not fused: a compiler would divide again for every element
-        return decode_op(q, scale, fmt.name, dtype, list(block or ()))
+        return decode_op(q, scale_inv, fmt.name, dtype, list(block or ()))
     if takes(q, fmt) and q.is_contiguous() and q.ndim:
-        of_kernel = _block_of_kernel(q, scale, block)
+        of_kernel = _block_of_kernel(q, scale_inv, block)
         if of_kernel is not None:
             plan = plans().dequantize(*matrix_of(q), fmt, name_of(dtype), of_kernel)
-            given = {"q_ptr": q.view(torch_dtype(fmt)), "scale_ptr": scale.float().contiguous()}
+            given = {"q_ptr": q.view(torch_dtype(fmt)), "scale_inv_ptr": scale_inv.float().contiguous()}
             return launch(plan, q.device, **given)[0].view(q.shape)
     if block is not None:
-        parts, scales = split_blocks(q, scale, block)
+        parts, scales = split_blocks(q, scale_inv, block)
         return dequantize(parts, scales, fmt, dtype).view(q.shape)
-    return (rounding.values(q, fmt) * divide(1.0, as_float32(scale, "scale"))).to(dtype)
+    return (rounding.values(q, fmt) * as_float32(scale_inv, "scale_inv")).to(dtype)
 
 
 def _block_of_kernel(q: torch.Tensor, scale: torch.Tensor, block: Block) -> tuple[int, int] | None:
@@ -71,14 +70,14 @@ def dequantize_mx(q: torch.Tensor, scales: torch.Tensor, fmt: Format, dtype: tor
     return values_of_blocks.mul(own).view(q.shape).to(dtype)
 
 
-@operator(fake=lambda q, scale, fmt, dtype, block: q.new_empty(q.shape, dtype=dtype), launches=True)
+@operator(fake=lambda q, scale_inv, fmt, dtype, block: q.new_empty(q.shape, dtype=dtype), launches=True)
 def decode_op(
-    q: torch.Tensor, scale: torch.Tensor | None, fmt: str, dtype: torch.dtype, block: list[int]
+    q: torch.Tensor, scale_inv: torch.Tensor | None, fmt: str, dtype: torch.dtype, block: list[int]
 ) -> torch.Tensor:
     """Return `values`, without a scale; `dequantize_mx`, with scales in uint8; else `dequantize`."""
     form = get_format(fmt)
-    if scale is None:
+    if scale_inv is None:
         return rounding.values(q, form, dtype)
-    if scale.dtype == torch.uint8:
-        return dequantize_mx(q, scale, form, dtype)
-    return dequantize(q, scale, form, dtype, block_of(block))
+    if scale_inv.dtype == torch.uint8:
+        return dequantize_mx(q, scale_inv, form, dtype)
+    return dequantize(q, scale_inv, form, dtype, block_of(block))

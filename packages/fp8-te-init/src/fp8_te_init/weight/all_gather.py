@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fp8_common.torch import casts
 from fp8_common.torch.compat import local_of
 from fp8_common.torch.sharding import fsdp
 from fp8_common.torch.sharding.agreement import group_of_parts, max_by_group
@@ -95,8 +96,8 @@ def post_all_gather(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
     """Make the gathered weight from the rows of all ranks, or bring an existing one up to date."""
     scale, state = metadata
-    # a copy of the scales: those of the weight are written in place by the next step
-    made = finish_gather(outputs[0], scale.clone(), state.grid, state.full_shape, param_dtype, out=out)
+    # new tensors: scales of the weight are written in place by the next step
+    made = finish_gather(outputs[0], casts.reciprocal(scale), state.grid, state.full_shape, param_dtype, out=out)
     if made is not None:
         gathered: Any = made[0]
         gathered.gathered_from = weakref.ref(state)

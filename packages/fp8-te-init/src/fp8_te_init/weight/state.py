@@ -170,7 +170,7 @@ class WeightState:
         """Return the dequantized storage, padding included."""
         self.check()
         scale = self.grid.of_part(self.scale, self.codes.shape, self.region)
-        return decoding.dequantize(self.float8_codes, scale, self.fmt, dtype)
+        return decoding.dequantize(self.float8_codes, casts.reciprocal(scale), self.fmt, dtype)
 
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
         """Return uint8 codes of values [n, columns] of the rows that are held here, with the present scales."""

@@ -279,11 +279,11 @@ class ShardedFloat8Weight(torch.Tensor):
         slot, sent = known
         grid, shape = slot.cast.grid, slot.region.full_shape
         codes, *own = all_gather_outputs
-        scale = sent.scale
+        scale_inv = sent.scale_inv
         if slot.is_mx:
             # of one rank alone FSDP2 hands over the first buffer
-            scale = unpad(own[0] if own else sent.codes[1].to(codes.device), grid.shape(shape), torch.uint8)
-        return finish_gather(codes, scale, grid, shape, param_dtype, origin=slot, out=out)
+            scale_inv = unpad(own[0] if own else sent.codes[1].to(codes.device), grid.shape(shape), torch.uint8)
+        return finish_gather(codes, scale_inv, grid, shape, param_dtype, origin=slot, out=out)
 
 
 def _wrapped(result: Any, info: WeightInfo) -> Any:

@@ -11,7 +11,7 @@ from fp8_common import Fp8Error, Fp8UnsupportedError, GradientCompression, Rule,
 from fp8_common.torch.sharding.fsdp import Shard, check_gathers, named_shards, shards
 from fp8_torch_fsdp.all_gather.collective import Float8AllGather, GatheredMatrix
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
-from fp8_torch_fsdp.convert.kinds import adapters, output_heads, routers
+from fp8_torch_fsdp.convert.roles import roles_of
 from fp8_torch_fsdp.reduce_scatter import Float8ReduceScatter, RandomState
 
 ParameterSelection = Callable[[Tensor, str], bool] | Rules | Iterable[str | Rule] | None
@@ -92,7 +92,8 @@ def _choose(model: nn.Module, parameters: ParameterSelection) -> dict[str, Shard
     wide = set[nn.Module]()
     if parameters is None:
         wide |= {module for module in model.modules() if isinstance(module, nn.Embedding)}
-        wide |= {*output_heads(model), *routers(model, {}), *adapters(model)}
+        for modules in roles_of(model):
+            wide.update(modules)
     able = {
         name: shard
         for name, shard in named_shards(model)

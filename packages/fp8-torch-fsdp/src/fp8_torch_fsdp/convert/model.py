@@ -13,10 +13,11 @@ from fp8_common.torch.compat import map_local
 from fp8_common.torch.sharding.fsdp import shards
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight, WeightInfo
 from fp8_torch_fsdp.config import Float8LinearConfig
-from fp8_torch_fsdp.convert import fast_path, kinds
+from fp8_torch_fsdp.convert import fast_path
 from fp8_torch_fsdp.convert.expert_layouts import CONV1D, ExpertLayout, is_conv1d, layout_of
 from fp8_torch_fsdp.convert.new_parameter import refuse_replaced, replaced_by
-from fp8_torch_fsdp.convert.report import float8_report
+from fp8_torch_fsdp.convert.report import report_with
+from fp8_torch_fsdp.convert.roles import NO_EXPERTS, Roles, roles_of, users_of_parameters
 from fp8_torch_fsdp.convert.select import ModuleSelection, select, why_left
 from fp8_torch_fsdp.layers.experts import Float8Experts
 from fp8_torch_fsdp.layers.linear import LINEAR, Float8Linear
@@ -26,8 +27,6 @@ from fp8_torch_fsdp.scales.model_hooks import forget_sync, synchronize_before_fo
 from fp8_torch_fsdp.tensor_parallel.placed import distribution_of
 
 logger = logging.getLogger(__name__)
-
-NO_EXPERTS: Mapping[type, ExpertLayout] = {}
 
 
 def convert_to_float8_training(
@@ -73,21 +72,18 @@ def convert_to_float8_training(
     """
     _refuse_arguments(misplaced, unknown)
     config = _choose(config, recipe)
-    wide = {} if routers else dict.fromkeys(kinds.routers(model, experts), "a router, which chooses experts")
-    if not heads:
-        for head, embedding in kinds.output_heads(model).items():
-            shared = " whose weight is an embedding's" if embedding else ""
-            wide[head] = f"an output head{shared} (heads=True converts it)"
+    roles = roles_of(model, experts)
+    wide = roles.reasons(routers=routers, heads=heads)
     chosen, left = select(model, module_filter_fn, config, experts, wide)
     if not chosen:
-        _refuse_unless_converted(model, config, left)
+        _refuse_unless_converted(model, config, roles, left)
         return model
     if any(shard.module in chosen for shard in shards(model)):
         raise Fp8Error(
             "convert_to_float8_training must run before fully_shard: the weights are already distributed. "
             "Convert first, then shard."
         )
-    users = kinds.users_of_parameters(model)
+    users = users_of_parameters(model)
     if config.all_gather:
         for name, parameter in model.named_parameters():
             if users[id(parameter)][0][0] in chosen:
@@ -101,7 +97,7 @@ def convert_to_float8_training(
     # Only delayed scaling has state of its own that has to be brought up to date before a forward.
     if delayed_scales(model):
         synchronize_before_forward(model)
-    _log(model, chosen, left)
+    _log(model, chosen, roles, left)
     return model
 
 
@@ -137,7 +133,9 @@ def unconvert(model: nn.Module) -> nn.Module:
     return model
 
 
-def _refuse_unless_converted(model: nn.Module, config: Float8LinearConfig, left: Mapping[str, str]) -> None:
+def _refuse_unless_converted(
+    model: nn.Module, config: Float8LinearConfig, roles: Roles, left: Mapping[str, str]
+) -> None:
     """Refuse a model without anything to convert, unless it was converted with this configuration."""
     done = [module for module in model.modules() if isinstance(module, Float8Module)]
     if done and all(module.fp8_config == config for module in done):
@@ -145,7 +143,7 @@ def _refuse_unless_converted(model: nn.Module, config: Float8LinearConfig, left:
         return
     why = f" {len(done)} are FP8 layers of another recipe already: unconvert(model) first." if done else why_left(left)
     raise Fp8Error(
-        f"No nn.Linear layer to convert.{why} {float8_report(model).headline} Check module_filter_fn. "
+        f"No nn.Linear layer to convert.{why} {report_with(roles, model).headline} Check module_filter_fn. "
         "Make nn.Linear of what multiplies by other weights, describe stacked experts by "
         "experts={TheirClass: ExpertLayout(...)}, or let compress_communication(model) move them in FP8."
     )
@@ -237,7 +235,7 @@ def _wrap_weights(converted: Collection[Any], users: Mapping[int, list[tuple[nn.
                 setattr(module, scale_name(module, "weight", name), first.weight_cast.delayed)
 
 
-def _log(model: nn.Module, converted: Collection[nn.Module], left: Mapping[str, str]) -> None:
+def _log(model: nn.Module, converted: Collection[nn.Module], roles: Roles, left: Mapping[str, str]) -> None:
     """Say on rank 0 what was converted, as a warning, because nobody sees logging.INFO; the names of others as INFO."""
     logger.info("FP8:%s", why_left(left) or " every linear layer was converted.")
     experts = sum(isinstance(module, Float8Experts) for module in converted)
@@ -248,4 +246,4 @@ def _log(model: nn.Module, converted: Collection[nn.Module], left: Mapping[str, 
     rank = dist.get_rank() if dist.is_initialized() else dist.get_node_local_rank(fallback_rank=0)
     # A layer that is converted alone is one of many.
     seen = rank == 0 and model not in converted
-    logger.log(logging.WARNING if seen else logging.INFO, "FP8: %s. %s", what, float8_report(model).headline)
+    logger.log(logging.WARNING if seen else logging.INFO, "FP8: %s. %s", what, report_with(roles, model).headline)

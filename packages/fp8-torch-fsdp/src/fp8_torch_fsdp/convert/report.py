@@ -14,14 +14,7 @@ from fp8_common.torch.sharding.gathered import GatheredWeight
 from fp8_torch_fsdp.all_gather.collective import Float8AllGather, coded_bytes
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.convert.expert_layouts import is_conv1d, layout_of
-from fp8_torch_fsdp.convert.kinds import (
-    CONVOLUTIONS,
-    adapters,
-    output_heads,
-    routers,
-    stacked_parameters,
-    users_of_parameters,
-)
+from fp8_torch_fsdp.convert.roles import CONVOLUTIONS, Roles, roles_of, stacked_parameters, users_of_parameters
 from fp8_torch_fsdp.layers.module import Float8Module, original_class
 from fp8_torch_fsdp.reduce_scatter import Float8ReduceScatter
 from fp8_torch_fsdp.scales.sync import syncs_of
@@ -155,11 +148,16 @@ def float8_report(model: nn.Module, *, reference_dtype: torch.dtype = torch.bflo
     Returns:
         One entry per parameter, in the order of `model.named_parameters()`; lazy ones without a shape are left out. A
         parameter that several modules share is of the class that is found first, and computes in FP8 if one of them
-        does. What an output head is, `kinds.output_heads` says.
+        does. `roles` finds output heads.
     """
+    return report_with(roles_of(model), model, reference_dtype)
+
+
+def report_with(roles: Roles, model: nn.Module, reference_dtype: torch.dtype = torch.bfloat16) -> Float8Report:
+    """Return `float8_report` of a model whose roles are known."""
     users = users_of_parameters(model)
-    kinds = dict.fromkeys(adapters(model), "adapter") | dict.fromkeys(routers(model, {}), "router")
-    heads = {id(head._parameters.get("weight")): (head, owner) for head, owner in output_heads(model).items()}
+    kinds = dict.fromkeys(roles.adapters, "adapter") | dict.fromkeys(roles.routers, "router")
+    heads = {id(head._parameters.get("weight")): (head, owner) for head, owner in roles.heads.items()}
     names = {module: name for name, module in model.named_modules()}
     coded, gradients = dict[int, int](), dict[int, str]()
     for shard in shards(model):

@@ -11,7 +11,6 @@ from torch.nn.parameter import UninitializedParameter
 from fp8_common import Fp8Error, Recipe, Rule, Rules, select_modules
 from fp8_torch_fsdp.config import Float8LinearConfig
 from fp8_torch_fsdp.convert.expert_layouts import ExpertLayout, is_conv1d, layout_of
-from fp8_torch_fsdp.convert.kinds import adapters
 from fp8_torch_fsdp.layers.module import Float8Module
 from fp8_torch_fsdp.layers.rebind import is_wrapped_around
 
@@ -52,7 +51,6 @@ def select(
         Fp8Error: A parametrized layer that the filter does not leave out, or a lazy one without a weight.
     """
     chosen, left, refused = dict[nn.Module, Float8LinearConfig](), dict[str, str](), []
-    wide = dict.fromkeys(adapters(model), "an adapter") | dict(wide)
     candidates = {
         name: module
         for name, module in model.named_modules()

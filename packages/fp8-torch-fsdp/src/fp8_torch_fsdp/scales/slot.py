@@ -28,11 +28,11 @@ class Sent:
         codes: uint8, codes of `padded_shape`, and of MX their scales, where the part is; none in compiled graphs.
     """
 
-    __slots__ = ("codes", "mark", "number", "own_bits", "scale")
+    __slots__ = ("codes", "mark", "number", "own_bits", "scale", "scale_inv")
 
     def __init__(self, slot: "Slot", number: tuple[int, torch.Tensor], codes: tuple[torch.Tensor, ...]) -> None:
         (self.number, self.mark), self.codes = number, codes
-        self.scale, self.own_bits = slot.scale, slot.own_bits
+        self.scale, self.scale_inv, self.own_bits = slot.scale, slot.scale_inv, slot.own_bits
 
 
 _numbers = itertools.count(1)
@@ -59,7 +59,8 @@ class Slot:
     Attributes:
         part: What `read` returned at the last look.
         is_static: Whether its scale is a constant, or travels with the codes, so that there is nothing to agree on.
-        scale: float32 scales of the whole weight that the ranks agreed on last; empty of MX.
+        scale: float32 scales into FP8 of the whole weight that the ranks agreed on last; empty of MX.
+        scale_inv: The same back from FP8.
         own_bits: int32 [k], the amax bits of this rank's part at that time.
         bits: int32 [k], those of the whole weight.
         newest: What this rank sends, as the ranks agreed last; None before.
@@ -84,7 +85,7 @@ class Slot:
         self.shard, self._read, self.part = shard, read, read()
         self.is_mx = cast.grid.is_mx
         self.is_static = cast.grid.cast.static_scale is not None or self.is_mx
-        self.scale = self._first_scale()
+        self.scale, self.scale_inv = self._first_scales()
         self.own_bits = self.bits = torch.zeros(0, dtype=torch.int32, device=device)
         self.newest: Sent | None = None
         self.number, self.mark = 0, torch.tensor(0)
@@ -103,7 +104,7 @@ class Slot:
         elif self.part.dtype != before:
             check_gathers([self.shard])
         if self.scale.device != self.device:
-            self.scale = self._first_scale()
+            self.scale, self.scale_inv = self._first_scales()
 
     @property
     def is_kept(self) -> bool:
@@ -111,16 +112,15 @@ class Slot:
         return self.shard is not None and self.shard.stays_gathered and self.number == getattr(self.newest, "number", 0)
 
     def take(self, sent: "Sent") -> None:
-        """Let `scale` and `own_bits` be those of another forward: compiled graphs read them."""
-        self.scale, self.own_bits = sent.scale, sent.own_bits
+        """Let scales and `own_bits` be those of another forward: compiled graphs read them."""
+        self.scale, self.scale_inv, self.own_bits = sent.scale, sent.scale_inv, sent.own_bits
 
-    def _first_scale(self) -> torch.Tensor:
-        """Return the constant scale of the recipe, or 1 until the ranks have agreed."""
-        if self.is_mx:
-            return torch.zeros(0, device=self.device)
+    def _first_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the constant scales of the recipe, or 1 until the ranks have agreed."""
         constant = self.cast.grid.cast.static_scale
-        shape = self.cast.grid.shape(self.region.full_shape)
-        return torch.full(shape, 1.0 if constant is None else constant, dtype=torch.float32, device=self.device)
+        shape = torch.Size((0,)) if self.is_mx else self.cast.grid.shape(self.region.full_shape)
+        scale = torch.full(shape, 1.0 if constant is None else constant, dtype=torch.float32, device=self.device)
+        return scale, casts.reciprocal(scale)
 
     def group(self, *, replicas: bool) -> dist.ProcessGroup | None:
         """Return the ranks that agree on its scales; `replicas` includes those that hold copies (HSDP)."""
@@ -182,8 +182,10 @@ def fill_scales(slots: Sequence[Slot], bits: Sequence[torch.Tensor]) -> None:
         states = [slot.cast.delayed for slot in group if slot.cast.delayed is not None]
         if states:
             scales = in_use(states, scales)
-        for slot, scale in zip(group, scales.split([slot.bits.numel() for slot in group]), strict=True):
-            slot.scale = scale.view(slot.scale.shape)
+        sizes = [slot.bits.numel() for slot in group]
+        both = scales.split(sizes), casts.reciprocal(scales).split(sizes)
+        for slot, scale, scale_inv in zip(group, *both, strict=True):
+            slot.scale, slot.scale_inv = scale.view(slot.scale.shape), scale_inv.view(slot.scale.shape)
 
 
 def _rule(slot: Slot) -> object:

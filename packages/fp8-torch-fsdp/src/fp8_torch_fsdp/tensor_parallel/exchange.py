@@ -47,7 +47,7 @@ def gather_codes(local: torch.Tensor, cast: Cast, place: Place) -> GatheredWeigh
     # as uint8, because gloo and older NCCL refuse float8
     data = place.distributed(made.codes.view(local.shape).view(torch.uint8))
     whole = data.redistribute(placements=[Replicate()]).to_local()
-    return GatheredWeight(whole.contiguous().view(made.codes.dtype), made.scale, made.fmt.name, local.dtype)
+    return GatheredWeight(whole.contiguous().view(made.codes.dtype), made.scale_inv, made.fmt.name, local.dtype)
 
 
 class GatherInput(torch.autograd.Function):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fp8_common.torch import casts, torch_dtype
+from fp8_common.torch import torch_dtype
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch.sharding.fsdp import pad_rows, unpad
 from fp8_torch_fsdp.layers.linear import Float8Linear
@@ -58,41 +58,41 @@ class TraceableShards(Distribution):
         slot, grid = self.slot, self.slot.cast.grid
         if not self.in_fp8:
             return None, pad(weight, slot.padded_shape[0]).contiguous()
-        # The scale is read from the slot at each call: in a compiled graph it is an input, not a constant.
-        scale = slot.scale
+        # The scales are read from the slot at each call: in a compiled graph it is an input, not a constant.
+        scale, scale_inv = slot.scale, slot.scale_inv
         if not slot.own_bits.numel():  # a constant: nothing to compare
-            return scale, pad_rows(grid.quantize_part(weight, scale, slot.region), slot.padded_shape)
+            return scale_inv, pad_rows(grid.quantize_part(weight, scale, slot.region), slot.padded_shape)
         # The same amax on every rank is the same scale, so no change that matters escapes; the cast finds it in the
         # read that it needs anyway.
         codes, stale = grid.quantize_and_compare(weight, scale, slot.own_bits, slot.region)
-        scale = nan_if_stale(
-            scale,
+        scale_inv = nan_if_stale(
+            scale_inv,
             stale,
             # no name in here: blocks that differ in nothing but names share one graph
             f"The FP8 scale of a weight of shape {tuple(slot.region.full_shape)} is stale: the weight changed since "
             "the last forward of the root. Call the module that fully_shard_traceable was applied to.",
         )
         tell_others_if_stale(codes, stale, grid.cast.fp8_format)
-        return scale, pad_rows(codes, slot.padded_shape)
+        return scale_inv, pad_rows(codes, slot.padded_shape)
 
     def start(self, sent: tuple[Any, ...], grad: torch.Tensor | None) -> tuple[torch.Tensor | None, Started]:
         """Start to gather the parts."""
-        scale, part = sent
+        scale_inv, part = sent
         if grad is not None:
             # Only in the backward (see `ops`); in the forward there is no gradient to depend on.
             part = copy_in_backward(part, grad)
-        return scale, self.place.start_gather(part)
+        return scale_inv, self.place.start_gather(part)
 
     def finish(self, started: Any, record: bool) -> Quantized:
         """Return the gathered weight as an operand; codes share the memory of what arrived."""
-        scale, gather = started
+        scale_inv, gather = started
         arrived, shape = self.place.finish(gather), self.slot.region.full_shape
         cast = self.slot.cast
         fmt, tile = cast.grid.cast.fp8_format, cast.grid.tile
-        if scale is None:
+        if scale_inv is None:
             # padding of all ranks is at the end
             return cast.whole(arrived[: shape[0]], record=record)
-        return Quantized(unpad(arrived, shape, torch_dtype(fmt)), casts.reciprocal(scale), fmt, tile)
+        return Quantized(unpad(arrived, shape, torch_dtype(fmt)), scale_inv, fmt, tile)
 
     def start_reduce(self, grad_weight: torch.Tensor) -> Started:
         """Start to average the gradient over all ranks."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from fp8_common.formats import FORMATS, get_format
-from fp8_common.torch import casts, decoding
+from fp8_common.torch import decoding
 from fp8_common.torch.compat import (
     OpOverload,
     disabled_torch_function,
@@ -61,9 +61,8 @@ class GatheredWeight(torch.Tensor):
 
     Args:
         codes: float8 [rows, columns], contiguous.
-        scale: float32 that multiplied the weight into FP8: a scalar, [rows, 1], or one for each block; or uint8, the
-            E8M0 codes of MX blocks. It is not copied: who fills it anew after each agreement of the ranks, or by a
-            gather, fills this one.
+        scale_inv: float32 back from FP8: a scalar, [rows, 1], or one for each block; or uint8, the E8M0 codes of MX
+            blocks. It is not copied: a gather that fills it anew fills this one.
         fmt: Short name of the format.
         dtype: The dtype that the weight stands for (the compute dtype of FSDP2's mixed precision).
         block: The block of each scale, where scales do not broadcast.
@@ -71,7 +70,7 @@ class GatheredWeight(torch.Tensor):
     """
 
     codes: torch.Tensor
-    scale: torch.Tensor
+    scale_inv: torch.Tensor
     fmt: str
     block: tuple[int, int] | None
     origin: "Origin | None"
@@ -80,7 +79,7 @@ class GatheredWeight(torch.Tensor):
     def __new__(
         cls: type,
         codes: torch.Tensor,
-        scale: torch.Tensor,
+        scale_inv: torch.Tensor,
         fmt: str,
         dtype: torch.dtype,
         block: tuple[int, int] | None = None,
@@ -88,14 +87,14 @@ class GatheredWeight(torch.Tensor):
     ) -> "GatheredWeight":
         """Wrap codes and scales without copying them."""
         self = wrapper_of(cls, codes, dtype=dtype)
-        self.codes, self.scale, self.fmt, self.block, self.origin = codes, scale, fmt, block, origin
+        self.codes, self.scale_inv, self.fmt, self.block, self.origin = codes, scale_inv, fmt, block, origin
         return self
 
     def dequantize(self) -> torch.Tensor:
-        """Return the values, of this shape and dtype: float32 codes times RN32(1 / scale), rounded to it."""
-        if self.scale.dtype == torch.uint8:
-            return decoding.dequantize_mx(self.codes, self.scale, get_format(self.fmt), self.dtype)
-        return decoding.dequantize(self.codes, self.scale, get_format(self.fmt), self.dtype, self.block)
+        """Return the values, of this shape and dtype: float32 codes times `scale_inv`, rounded to it."""
+        if self.scale_inv.dtype == torch.uint8:
+            return decoding.dequantize_mx(self.codes, self.scale_inv, get_format(self.fmt), self.dtype)
+        return decoding.dequantize(self.codes, self.scale_inv, get_format(self.fmt), self.dtype, self.block)
 
     def __dlpack__(self, **options: Any) -> Any:
         """Export the values; torch would export an address that is none."""
@@ -115,18 +114,18 @@ class GatheredWeight(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
         """Expose codes and scales to the compiler."""
-        return ["codes", "scale"], (self.fmt, self.dtype, self.block)
+        return ["codes", "scale_inv"], (self.fmt, self.dtype, self.block)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: tuple, outer_size: Any, outer_stride: Any
     ) -> "GatheredWeight":
         """Rebuild from `__tensor_flatten__`."""
-        return GatheredWeight(inner["codes"], inner["scale"], *context)
+        return GatheredWeight(inner["codes"], inner["scale_inv"], *context)
 
     def _stable_hash_for_caching(self) -> str:
         """Name what a compiled graph depends on besides the values: the same in every process."""
-        return stable_hash(self, self.scale, self.fmt, self.block)
+        return stable_hash(self, self.scale_inv, self.fmt, self.block)
 
     # Python functions of torch run as for any tensor; only the operators that they end in come to `__torch_dispatch__`.
     __torch_function__ = disabled_torch_function
@@ -139,8 +138,8 @@ class GatheredWeight(torch.Tensor):
             weight = args[0]
             codes = func(weight.codes, *args[1:], **kwargs)
             # scales of rows and blocks, a single one too, lie on one shape alone: a view of another one is of values
-            if weight.scale.ndim == 0 or (codes.shape, codes.stride()) == (weight.shape, weight.stride()):
-                return cls(codes, weight.scale, weight.fmt, weight.dtype, weight.block, weight.origin)
+            if weight.scale_inv.ndim == 0 or (codes.shape, codes.stride()) == (weight.shape, weight.stride()):
+                return cls(codes, weight.scale_inv, weight.fmt, weight.dtype, weight.block, weight.origin)
         if any(isinstance(written, cls) for written in written_tensors(func, args, kwargs)):
             raise RuntimeError(
                 f"{func} would write to a gathered FP8 weight, which holds rounded codes that the next all-gather "
@@ -164,14 +163,14 @@ torch.serialization.add_safe_globals([GatheredWeight])
 def quantized(gathered: GatheredWeight) -> Quantized:
     """Return codes and scales of a gathered weight as an operand."""
     # no method: compilers trace methods of tensor subclasses as operators, which return tensors
-    is_mx = gathered.scale.dtype == torch.uint8
-    scale_inv = scale_inv_of_e8m0(gathered.scale) if is_mx else casts.reciprocal(gathered.scale)
+    scale_inv = gathered.scale_inv
+    scale_inv = scale_inv_of_e8m0(scale_inv) if scale_inv.dtype == torch.uint8 else scale_inv
     return Quantized(gathered.codes, scale_inv, FORMATS[gathered.fmt], gathered.block)
 
 
 def finish_gather(
     buffer: torch.Tensor,
-    scale: torch.Tensor,
+    scale_inv: torch.Tensor,
     grid: ScaleGrid,
     full_shape: torch.Size,
     dtype: torch.dtype,
@@ -183,7 +182,7 @@ def finish_gather(
 
     Args:
         buffer: uint8, the codes of all ranks, which may be padded at the end; FSDP2 refills it in place.
-        scale: Scales of the whole weight as of `GatheredWeight`, shared with the gathered one.
+        scale_inv: Scales of the whole weight as of `GatheredWeight`, shared with the gathered one.
         grid: Where the scales lie.
         full_shape: Shape of the weight.
         dtype: The dtype that it stands for.
@@ -196,8 +195,8 @@ def finish_gather(
     """
     target: Any = out if isinstance(out, GatheredWeight) else local_of(out)
     if target is not None:
-        target.scale = scale  # the codes alias the buffer
+        target.scale_inv = scale_inv  # the codes alias the buffer
         return None
     fmt = grid.cast.fp8_format
     codes = unpad(buffer, full_shape, torch_dtype(fmt))
-    return GatheredWeight(codes, scale, fmt.name, dtype, grid.tile, origin), ()
+    return GatheredWeight(codes, scale_inv, fmt.name, dtype, grid.tile, origin), ()

@@ -15,7 +15,7 @@ from fp8_common.policy import POWER_OF_2
 from fp8_common.torch._triton import launch, name_of, plans, takes
 from fp8_common.torch.blocks import block_amax, expand_blocks
 from fp8_common.torch.decoding import dequantize
-from fp8_common.torch.numerics import scale_from_amax, torch_dtype
+from fp8_common.torch.numerics import divide, scale_from_amax, torch_dtype
 from fp8_common.torch.rounding import quantize, quantize_stochastic
 
 PIECE = 2**15
@@ -77,7 +77,7 @@ def sum_gradients(
     if takes(message, fmt):
         plan = plans().sum_gradients(*codes.shape, codes.stride(0), fmt, "float32", divisor)
         return launch(plan, codes.device, q_ptr=codes, scale_ptr=scales)[0], wide
-    parts = dequantize(codes.contiguous(), scales.contiguous(), fmt, torch.float32, BLOCK)
+    parts = dequantize(codes.contiguous(), divide(1.0, scales.contiguous()), fmt, torch.float32, BLOCK)
     return _sum_in_order(parts, divisor), wide
 
 

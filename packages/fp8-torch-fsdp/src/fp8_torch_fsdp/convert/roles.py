@@ -1,4 +1,4 @@
-"""Layers that stay in high precision unless they are asked for, told by their names and places.
+"""`roles_of`: the layers that stay in high precision unless they are asked for, found by their names and places.
 
 Routers choose the experts of each token: rounded logits change the choice, which nothing later can repair, and a router
 is about a thousandth of the experts' weights. Adapters are matrices of low rank beside layers: what they add is small
@@ -7,6 +7,7 @@ rounding goes straight into the loss.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -32,26 +33,54 @@ def users_of_parameters(model: nn.Module) -> dict[int, list[tuple[nn.Module, str
     return users
 
 
-def adapters(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that `lora_A`, `lora_b` and the like lead to: the names that PEFT and torchtitan give."""
-    return {
-        module
-        for name, module in model.named_modules()
-        if any(part.lower().startswith("lora_") for part in name.split("."))
+class Roles(NamedTuple):
+    """The modules of a model that stay in high precision by default.
+
+    Attributes:
+        adapters: What `lora_A`, `lora_b` and the like lead to: the names that PEFT and torchtitan give.
+        routers: Modules whose weight [experts, features] chooses among experts, or [1, features] weighs shared ones.
+        heads: Output heads, each with the name of the embedding that shares its weight, or "".
+    """
+
+    adapters: set[nn.Module]
+    routers: set[nn.Module]
+    heads: dict[nn.Module, str]
+
+    def reasons(self, *, routers: bool, heads: bool) -> dict[nn.Module, str]:
+        """Return the modules that are not converted, with the reason; `routers` and `heads` say which are."""
+        wide = dict.fromkeys(self.adapters, "an adapter")
+        if not routers:
+            wide |= dict.fromkeys(self.routers, "a router, which chooses experts")
+        if not heads:
+            for head, embedding in self.heads.items():
+                shared = " whose weight is an embedding's" if embedding else ""
+                wide[head] = f"an output head{shared} (heads=True converts it)"
+        return wide
+
+
+NO_EXPERTS: Mapping[type, ExpertLayout] = {}
+
+
+def roles_of(model: nn.Module, experts: Mapping[type, ExpertLayout] = NO_EXPERTS) -> Roles:
+    """Return the modules of any model that have a role; `experts` are the layouts of the user's classes of experts."""
+    modules = dict(model.named_modules())
+    adapters = {
+        module for name, module in modules.items() if any(part.lower().startswith("lora_") for part in name.split("."))
     }
+    return Roles(adapters, _routers(modules, experts), _output_heads(modules))
 
 
-def output_heads(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the output heads of a model, each with the name of the embedding that shares its weight, or "".
+def _output_heads(modules: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
+    """Return the output heads among the modules of a model.
 
     They are linear layers that share the weight, the only one that gives as many values as the largest embedding has
     rows (those of positions and types have fewer), or those that are called like heads outside of numbered blocks, as
     in parts of a pipeline that have no embedding.
     """
-    embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    embeddings = {name: module for name, module in modules.items() if isinstance(module, nn.Embedding)}
     owners = {id(module._parameters["weight"]): name for name, module in embeddings.items()}
     vocabulary, width = max(((each.num_embeddings, each.embedding_dim) for each in embeddings.values()), default=(0, 0))
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
     # where a vocabulary is as large as the model or its layers are wide, sizes tell nothing
     by_size = [module for module in linear.values() if module.out_features == vocabulary != width]
     found = dict[nn.Module, str]()
@@ -64,14 +93,8 @@ def output_heads(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
-def routers(model: nn.Module, own: Mapping[type, ExpertLayout]) -> set[nn.Module]:
-    """Return the modules whose weight [experts, features] chooses among experts, or [1, features] weighs shared ones.
-
-    Args:
-        model: Any model.
-        own: Layouts of the user's classes of experts.
-    """
-    modules = dict(model.named_modules())
+def _routers(modules: Mapping[str, nn.Module], own: Mapping[type, ExpertLayout]) -> set[nn.Module]:
+    """Return the routers among the modules of a model."""
     found: set[nn.Module] = set()
     for name, module in modules.items():
         count = _experts_in(name, module, own)
