@@ -45,7 +45,7 @@ def start_adapter(model: nn.Module, name: str, seed: int) -> None:
     elif ".lora_B." in name:
         local.zero_()
     elif ".lora_magnitude_vector." in name:
-        layer = model.get_submodule(name.partition(".lora_magnitude_vector.")[0])
+        layer: Any = model.get_submodule(name.partition(".lora_magnitude_vector.")[0])
         base: Any = layer.base_layer.weight
         weight = published_of(base)
         values = local_of(base) if weight is None else weight.dequantize()

@@ -32,8 +32,6 @@ aten = torch.ops.aten
 
 E4M3 = FORMATS["e4m3"]
 CODES = torch.float8_e4m3fn
-ROWS_AT_ONCE = 4096
-"""How many rows are decoded in float32 at a time."""
 
 _COPIES = {aten.clone.default, aten.empty_like.default, aten._pin_memory.default, aten._to_copy.default}
 
@@ -72,15 +70,15 @@ class Stored:
         return dataclasses.replace(self, codes=codes, **({"scale_inv": scale_inv} | changes))
 
     def values(self, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return decoded rows, or experts, [low, high) of what is held here; those of padding are 0."""
-        codes = self.codes[low:high]
-        values = torch.zeros(codes.shape, dtype=dtype, device=codes.device)
-        if codes.ndim == 3:
-            for place in range(min(high, self.length) - low):
-                _decode(codes[place], self.scale_inv[self.first + low + place], self.block, 0, values[place])
-        elif own := max(0, min(high, self.length) - low):
-            _decode(codes[:own], self.scale_inv, self.block, self.first + low, values[:own])
-        return values
+        """Return decoded rows, or experts, [low, high) of what is held here."""
+        high = min(high, self.length)
+        if self.codes.ndim == 2:
+            return _decode(self.codes[low:high], self.scale_inv, self.block, self.first + low, dtype)
+        experts = [
+            _decode(self.codes[place], self.scale_inv[self.first + place], self.block, 0, dtype)
+            for place in range(low, high)
+        ]
+        return torch.stack(experts) if len(experts) > 1 else experts[0][None]
 
 
 class PublishedWeight(torch.Tensor):
@@ -243,17 +241,17 @@ def operand_of(weight: PublishedWeight, expert: int | None = None) -> Quantized:
     return Quantized(codes, scale_inv, E4M3, None if weight.stored.block == (1, 0) else weight.stored.block)
 
 
-def _decode(codes: torch.Tensor, scale_inv: torch.Tensor, block: Block, first: int, out: torch.Tensor) -> None:
-    """Write codes [n, columns], rows from `first` on, times their scales [...] to `out`."""
-    wide = scale_inv.float()
-    for low in range(0, len(codes), ROWS_AT_ONCE):
-        part = codes[low : low + ROWS_AT_ONCE]
-        values, scale = decoding.values(part.view(CODES), E4M3), wide
-        if block is not None:
-            row = first + low
-            scale = wide[torch.arange(row, row + len(part), device=wide.device) // block[0]]
-            scale = scale.repeat_interleave(block[1] or codes.shape[1], 1)[:, : codes.shape[1]]
-        out[low : low + ROWS_AT_ONCE] = values.mul_(scale)
+def _decode(codes: torch.Tensor, scale_inv: torch.Tensor, block: Block, first: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return codes [n, columns], the rows from `first` on of a matrix, times the scales of the matrix."""
+    scale, last = scale_inv.float(), first + len(codes)
+    if block == (1, 0):
+        scale, block = scale[first:last], None
+    elif block is not None and first % block[0] == 0:
+        scale = scale[first // block[0] : -(-last // block[0])]
+    elif block is not None:  # a shard that begins inside of a block
+        rows = torch.arange(first, last, device=scale.device) // block[0]
+        scale, block = scale[rows].repeat_interleave(block[1], 1)[:, : codes.shape[1]], None
+    return decoding.dequantize(codes, scale, E4M3, dtype, block)
 
 
 def _take(target: PublishedWeight, source: torch.Tensor) -> PublishedWeight:
