@@ -13,8 +13,10 @@ transformers = pytest.importorskip("transformers", reason=REASON)
 from fp8_common import Fp8UnsupportedError
 from fp8_te_init.published import convert_published, load_published, save_published
 from fp8_te_init.published.weight import published_of
+from tests.helpers import programs
 from tests.helpers.published_files import MOE, ODD, tensors_of, values_of, write
 from tests.helpers.published_models import ALL, ATTENTION, batch, draw_adapters, fill_twin
+from tests.helpers.repository import ROOT
 from tests.helpers.tensors import same, whole
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
@@ -148,6 +150,11 @@ def test_adapters_are_saved_and_loaded_by_peft_alone(tmp_path):
     with torch.no_grad():
         assert same(model(input_ids=batch(0)).logits, again(input_ids=batch(0)).logits)
     assert sum(published_of(parameter) is not None for parameter in again.parameters()) == 14
+
+
+def test_the_guide_runs():
+    (change,) = programs.changes((ROOT / "docs/te/published.md").read_text())
+    programs.run(change.after, "after")
 
 
 def test_the_fp8_mode_trains(tmp_path):

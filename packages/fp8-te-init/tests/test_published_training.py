@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fp8_common import Fp8Error
@@ -186,3 +187,27 @@ def make_mistakes(rank, world, folder):
     model, _ = sharded(folder, ODD)
     with pytest.raises(Fp8Error, match="is the checkpoint that was loaded"):
         save_published(model, folder, folder)
+
+
+@pytest.mark.matrix("each", layout=["deepseek", "deepseek-v4"], config=["odd", "moe"])
+def test_torchs_state_dicts_of_sharded_models_hold_codes_and_load(run_ranks, tmp_path, layout, config):
+    folders = [str(write(tmp_path / str(seed), CONFIGS[config], layout, seed=seed)) for seed in (0, 1)]
+    run_ranks(2, exchange_states, folders, config)
+
+
+def exchange_states(rank, world, folders, config):
+    (model, _), (other, _) = (sharded(folder, CONFIGS[config]) for folder in folders)
+    whole_of = StateDictOptions(full_state_dict=True)
+    state = get_model_state_dict(model, options=whole_of)
+    tensors = tensors_of(folders[0])
+    for name, tensor in state.items():
+        if name.endswith("q_proj.base_layer.weight"):
+            assert same(tensor.squeeze(1), tensors[name.replace(".base_layer", "")].view(torch.uint8))
+    adapters = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, ignore_frozen_params=True))
+    assert {name for name in adapters if "lora_" not in name} <= {name for name in state if "scale_inv" in name}
+    before = model(batch(0)).detach()
+    for given in (state, get_model_state_dict(model)):
+        set_model_state_dict(other, given, options=StateDictOptions(full_state_dict=given is state))
+        assert same(other(batch(0)).detach(), before)
+        other, _ = sharded(folders[1], CONFIGS[config])
+        assert not same(other(batch(0)).detach(), before)

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error, Fp8UnsupportedError, get_recipe
 from fp8_common.torch.compat import disable_compiler, distributed_like, local_of
@@ -29,7 +30,10 @@ class _Published(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Move as asked; a change of dtype changes what the weight stands for, not its codes."""
-        return super()._apply(partial(_moved, fn), recurse)
+        super()._apply(partial(_moved, fn), recurse)
+        for name in self._parameters:
+            _show_scales(self, name)  # those of the weight: a cast must not round them
+        return self
 
 
 class PublishedLinear(_Published, nn.Linear):
@@ -129,9 +133,17 @@ def hold_stack(experts: nn.Module, name: str, weight: PublishedWeight) -> None:
 
 def _hold(module: nn.Module, name: str, weight: PublishedWeight) -> None:
     module._parameters[name] = nn.Parameter(weight, requires_grad=False)
+    _show_scales(module, name)
     # partials of functions of this module and no closures, so that modules that have them can be copied
     module.register_state_dict_post_hook(partial(_codes_out, name))
     module.register_load_state_dict_pre_hook(partial(_codes_in, name))
+
+
+def _show_scales(module: nn.Module, name: str) -> None:
+    """Make the scales of a published parameter a buffer of its module, as layers of Transformers have them."""
+    weight = published_of(module._parameters.get(name))
+    if weight is not None:
+        module.register_buffer(f"{name}_scale_inv", weight.scale_inv)
 
 
 def _operand(weight: torch.Tensor, record: bool, both: bool) -> Quantized:
@@ -153,20 +165,34 @@ def _moved(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> 
 
 
 def _codes_out(name: str, module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    """Put codes as float8_e4m3fn in the place of the weight, and its scales beside them."""
-    value = state_dict.get(f"{prefix}{name}")
+    """Put codes as uint8 [n, 1, ...] in the place of the weight; its scales are a buffer.
+
+    Gloo and older NCCL refuse float8. The dimension of 1 is for other models: none of their loaders takes codes for
+    values, since no weight of theirs has it.
+    """
+    value: Any = state_dict.get(f"{prefix}{name}")
     weight = published_of(value)
-    if weight is not None:
-        state_dict[f"{prefix}{name}"] = distributed_like(cast("torch.Tensor", value), weight.codes)
-        state_dict[f"{prefix}{name}_scale_inv"] = weight.scale_inv
+    if weight is None:  # values were assigned in its place
+        state_dict.pop(f"{prefix}{name}_scale_inv", None)
+        return
+    codes = weight.codes.view(torch.uint8).unsqueeze(1)
+    if isinstance(value, DTensor):
+        shape = torch.Size((value.shape[0], 1, *value.shape[1:]))
+        stride, options = (value.stride(0), *value.stride()), {"run_check": False, "shape": shape}
+        codes = DTensor.from_local(codes, value.device_mesh, value.placements, stride=stride, **options)
+    state_dict[f"{prefix}{name}"] = codes
 
 
 def _codes_in(name: str, module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *rest: Any) -> None:
-    """Take the scales that come with codes, and refuse codes without them."""
-    key, weight = f"{prefix}{name}", published_of(module._parameters.get(name))
-    given, scale_inv = state_dict.get(key), state_dict.pop(f"{prefix}{name}_scale_inv", None)
-    if weight is None or not isinstance(given, torch.Tensor) or local_of(given).dtype != CODES:
+    """Take codes in the shape of the weight; refuse them without their scales, and a load that would replace both."""
+    key, parameter = f"{prefix}{name}", cast("torch.Tensor", module._parameters.get(name))
+    weight = published_of(parameter)
+    given, scale_inv = state_dict.get(key), state_dict.get(f"{prefix}{name}_scale_inv")
+    if weight is None or not isinstance(given, torch.Tensor) or local_of(given).dtype not in (CODES, torch.uint8):
         return
+    local = local_of(given).view(torch.uint8)
+    local = local.squeeze(1) if local.ndim == weight.ndim + 1 and local.shape[1] == 1 else local
+    state_dict[key] = distributed_like(parameter, local) if isinstance(given, DTensor) else local
     if scale_inv is None or scale_inv.dtype != weight.scale_inv.dtype or scale_inv.shape != weight.scale_inv.shape:
         found = "missing" if scale_inv is None else f"{scale_inv.dtype} {list(scale_inv.shape)}"
         raise Fp8Error(
@@ -175,4 +201,3 @@ def _codes_in(name: str, module: nn.Module, state_dict: dict, prefix: str, local
         )
     if local_metadata.get("assign_to_params_buffers"):
         raise Fp8UnsupportedError("load_state_dict(assign=True) would replace published weights: leave assign out.")
-    weight.scale_inv.copy_(scale_inv)

@@ -193,7 +193,8 @@ def published_tensors(
             elif (own := _part_of_codes(weight.stored, part)) is not None:
                 yield part.name, own[1], own[0].view(CODES)
                 scale, shape = _scale_of(weight.stored, part), files.entries[layout.scale].shape
-                yield layout.scale, 0, (scale if scale.numel() == math.prod(shape) else scale[:1]).reshape(shape)
+                scale = (scale if scale.numel() == math.prod(shape) else scale[:1]).reshape(shape)
+                yield layout.scale, 0, scale.view(layout.dtype)
 
 
 # ---------------------------------------------------------------- conversion
@@ -226,7 +227,8 @@ def _converted(files: Checkpoint, name: str, parameter: torch.Tensor) -> Publish
     shape = () if block is None else (*parameter.shape[:-1], 1)
     if block == (BLOCK, BLOCK):
         shape = (*parameter.shape[:-2], *(-(-size // BLOCK) for size in parameter.shape[-2:]))
-    scale_inv = torch.empty(shape, dtype=first.dtype, device=parameter.device)
+    dtype = torch.uint8 if first.dtype == torch.float8_e8m0fnu else first.dtype
+    scale_inv = torch.empty(shape, dtype=dtype, device=parameter.device)
     return PublishedWeight.empty(parameter, scale_inv, block)
 
 
@@ -247,17 +249,19 @@ def _refuse_experts(module: nn.Module, name: str, multiply: Multiply) -> None:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters, and buffers that state dicts hold, each once."""
+    """Yield parameters, and buffers that state dicts hold, each once; scales belong to their weights."""
     yield from model.named_parameters()
     for prefix, module in model.named_modules():
+        scales = {f"{name}_scale_inv" for name, one in module._parameters.items() if published_of(one) is not None}
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+            if buffer is not None and name not in module._non_persistent_buffers_set | scales:
                 yield f"{prefix}.{name}".lstrip("."), buffer
 
 
 def _check_buffers(model: nn.Module, in_file: set[str]) -> None:
+    scales = {id(weight.scale_inv) for one in model.parameters() if (weight := published_of(one)) is not None}
     for name, buffer in model.named_buffers():
-        if buffer.is_meta and name not in in_file:
+        if buffer.is_meta and name not in in_file and id(buffer) not in scales:
             module = name.rpartition(".")[0]
             raise Fp8Error(
                 f"The buffer {name} is on the meta device, and the file does not have it: make its module again before "
@@ -346,15 +350,10 @@ def _fill(files: Checkpoint, part: Part, tensor: torch.Tensor) -> set[str]:
     if codes is not None:
         own_codes, first = codes
         own_codes.copy_(files.read(part.name, first, first + len(own_codes)).view(torch.uint8))
-    # E8M0 is copied as bytes, because few operators know it
-    target = _as_bytes(_scale_of(weight.stored, part))
-    read = _as_bytes(files.read(layout.scale))
+    target = _scale_of(weight.stored, part)
+    read = files.read(layout.scale).view(target.dtype)
     target.copy_(read.reshape(target.shape) if read.numel() == target.numel() else read.reshape(-1))
     return {part.name, layout.scale}
-
-
-def _as_bytes(scale: torch.Tensor) -> torch.Tensor:
-    return scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
 
 
 def _tell_of_rounding(files: Checkpoint, name: str, tensor: torch.Tensor) -> None:

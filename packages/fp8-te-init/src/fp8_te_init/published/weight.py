@@ -5,6 +5,7 @@ Every operator that reads the weight decodes what it reads and no more; a matmul
 decodes again. Views and copies stay codes. Writes raise: the codes are the file's.
 """
 
+import copy
 import dataclasses
 import math
 from typing import Any
@@ -25,6 +26,7 @@ from fp8_common.torch.compat import (
     wrapper_of,
     written_tensors,
 )
+from fp8_common.torch.numerics import scale_inv_of_e8m0
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch.sharding.fsdp import pad_rows, unpad
 
@@ -42,8 +44,8 @@ class Stored:
 
     Attributes:
         codes: uint8 [n, columns] or [n experts, rows, columns]: what is held here, with padding at its end.
-        scale_inv: Scales of the whole weight back from FP8, in the file's dtype: [] for one, [..., rows, 1] or
-            [..., blocks of rows, blocks of columns].
+        scale_inv: Scales of the whole weight back from FP8, in the file's dtype, E8M0 as uint8, which more operators
+            know: [] for one, [..., rows, 1] or [..., blocks of rows, blocks of columns].
         block: What shares a scale: None for all, (1, 0) for a row, (128, 128).
         shape: That of the whole weight.
         first: Index of the first row, or expert, that is held here.
@@ -120,7 +122,7 @@ class PublishedWeight(torch.Tensor):
 
     @property
     def scale_inv(self) -> torch.Tensor:
-        """Scales of the whole weight back from FP8, in the file's dtype."""
+        """Scales of the whole weight back from FP8, in the file's dtype, E8M0 as uint8."""
         return self._stored.scale_inv
 
     def dequantize(self) -> torch.Tensor:
@@ -153,7 +155,8 @@ class PublishedWeight(torch.Tensor):
         """Copy codes and scales."""
         if id(self) not in memo:
             stored = self._stored
-            fresh = dataclasses.replace(stored, codes=stored.codes.clone(), scale_inv=stored.scale_inv.clone())
+            scale_inv = copy.deepcopy(stored.scale_inv, memo)  # once: it is a buffer of the layer, too
+            fresh = dataclasses.replace(stored, codes=stored.codes.clone(), scale_inv=scale_inv)
             offset = self._codes.storage_offset() - stored.codes.storage_offset()
             codes = fresh.codes.as_strided(self._codes.shape, self._codes.stride(), offset)
             copied: torch.Tensor = PublishedWeight(codes, fresh)
@@ -235,15 +238,19 @@ def published_of(tensor: object) -> PublishedWeight | None:
 
 def operand_of(weight: PublishedWeight, expert: int | None = None) -> Quantized:
     """Return a whole weight, or one expert of a stack, as an operand of an FP8 matmul, with the file's scales."""
-    codes, scale_inv = weight.codes, weight.scale_inv.float()
+    codes, scale_inv = weight.codes, _in_float32(weight.scale_inv)
     if expert is not None:
         codes, scale_inv = codes[expert], scale_inv[expert]
     return Quantized(codes, scale_inv, E4M3, None if weight.stored.block == (1, 0) else weight.stored.block)
 
 
+def _in_float32(scale_inv: torch.Tensor) -> torch.Tensor:
+    return scale_inv_of_e8m0(scale_inv) if scale_inv.dtype == torch.uint8 else scale_inv.float()
+
+
 def _decode(codes: torch.Tensor, scale_inv: torch.Tensor, block: Block, first: int, dtype: torch.dtype) -> torch.Tensor:
     """Return codes [n, columns], the rows from `first` on of a matrix, times the scales of the matrix."""
-    scale, last = scale_inv.float(), first + len(codes)
+    scale, last = _in_float32(scale_inv), first + len(codes)
     if block == (1, 0):
         scale, block = scale[first:last], None
     elif block is not None and first % block[0] == 0:
