@@ -154,7 +154,9 @@ def test_adapters_are_saved_and_loaded_by_peft_alone(tmp_path):
 
 def test_the_guide_runs():
     (change,) = programs.changes((ROOT / "docs/te/published.md").read_text())
-    programs.run(change.after, "after")
+    printed = programs.run(change.after, "after")
+    assert "model.layers.0.self_attn.q_proj" in printed, "the report of a merge"
+    assert printed.count("apart") == 14, "an adapter of three steps is too small to arrive"
 
 
 def test_the_fp8_mode_trains(tmp_path):

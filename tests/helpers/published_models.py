@@ -126,6 +126,9 @@ class Lora(nn.Module):
         if magnitude:
             self.lora_magnitude_vector = nn.ModuleDict({"default": Magnitude(base.out_features, **options)})
 
+    def get_delta_weight(self, adapter):
+        return 2 * self.lora_B[adapter].weight @ self.lora_A[adapter].weight
+
     def forward(self, x):
         y, a, b = self.base_layer(x), self.lora_A["default"], self.lora_B["default"]
         if not hasattr(self, "lora_magnitude_vector"):

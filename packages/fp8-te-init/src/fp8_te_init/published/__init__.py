@@ -9,7 +9,24 @@ Example:
     load_published(model, folder)
 """
 
+from fp8_te_init.published.digests import Receiver
+from fp8_te_init.published.engine import Sent, rows_of, stream_weights
 from fp8_te_init.published.load import Loaded, convert_published, load_published, save_published
+from fp8_te_init.published.merge import LayerMerge, MergeReport, merge_adapter, merge_report
 from fp8_te_init.published.weight import PublishedWeight
 
-__all__ = ["Loaded", "PublishedWeight", "convert_published", "load_published", "save_published"]
+__all__ = [
+    "LayerMerge",
+    "Loaded",
+    "MergeReport",
+    "PublishedWeight",
+    "Receiver",
+    "Sent",
+    "convert_published",
+    "load_published",
+    "merge_adapter",
+    "merge_report",
+    "rows_of",
+    "save_published",
+    "stream_weights",
+]
