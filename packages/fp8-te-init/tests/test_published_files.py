@@ -12,6 +12,7 @@ from torch import nn
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_common.torch import casts
 from fp8_common.torch.linear.operand import quantize_operand
+from fp8_te_init import memory_report
 from fp8_te_init.published import PublishedWeight, convert_published, load_published, save_published
 from fp8_te_init.published import files as files_module
 from fp8_te_init.published import weight as weight_module
@@ -292,6 +293,8 @@ def test_one_byte_for_each_weight_is_resident_and_no_values_are_kept_for_the_bac
     }
     scales = sum(weight.scale_inv.nbytes for weight in weights.values())
     assert sum(held.values()) == elements
+    other = sum(2 * p.numel() for p in model.parameters() if published_of(p) is None)
+    assert memory_report(model).other_parameters == elements + other
     assert scales == 4 * sum(math.prod(-(-size // 128) for size in weight.shape) for weight in weights.values())
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
@@ -432,7 +435,7 @@ def test_adapters_leave_stacks_of_experts_alone(tmp_path):
     experts = model.model.layers[0].mlp.experts
     nn.utils.parametrize.register_parametrization(experts, "gate_up_proj", nn.Identity(), unsafe=True)
     experts.parametrizations["gate_up_proj"][0].forward = lambda weight: weight + 1
-    with pytest.raises(Fp8UnsupportedError, match="gate_up_proj was replaced: adapters on stacks of experts"):
+    with pytest.raises(Fp8UnsupportedError, match=r"model.layers.0.mlp.experts.gate_up_proj was replaced: adapters"):
         model(batch(0))
 
 

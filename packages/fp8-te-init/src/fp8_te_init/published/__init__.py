@@ -12,6 +12,7 @@ Example:
 from fp8_te_init.published.digests import Receiver
 from fp8_te_init.published.engine import Sent, rows_of, stream_weights
 from fp8_te_init.published.load import Loaded, convert_published, load_published, save_published
+from fp8_te_init.published.masters import PublishedOptimizer
 from fp8_te_init.published.merge import LayerMerge, MergeReport, merge_adapter, merge_report
 from fp8_te_init.published.weight import PublishedWeight
 
@@ -19,6 +20,7 @@ __all__ = [
     "LayerMerge",
     "Loaded",
     "MergeReport",
+    "PublishedOptimizer",
     "PublishedWeight",
     "Receiver",
     "Sent",

@@ -63,7 +63,8 @@ class PublishedLinear(_Published, nn.Linear):
             output = fp8_linear(input, weight, self.spec)
             return output if self.bias is None else output + self.bias.to(output.dtype)
         kind = input.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind) and weight.dtype != torch.get_autocast_dtype(kind):
+        autocast = kind != "meta" and torch.is_autocast_enabled(kind) and not weight.requires_grad
+        if autocast and weight.dtype != torch.get_autocast_dtype(kind):
             # autocast would make a copy of the values, which autograd would keep
             weight = weight.standing_for(torch.get_autocast_dtype(kind))
         return nn.functional.linear(input, weight, self.bias)
@@ -81,6 +82,8 @@ class PublishedLinear(_Published, nn.Linear):
 class PublishedExperts(_Published):
     """Experts of Transformers, [experts, rows, columns] stacks, whose matmuls decode one expert at a time."""
 
+    published_name: str
+
     @disable_compiler
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the loop over the experts that were hit, whatever `experts_implementation` the model is set to.
@@ -91,7 +94,7 @@ class PublishedExperts(_Published):
         for name in STACKS:
             if not isinstance(getattr(self, name), PublishedWeight):
                 raise Fp8UnsupportedError(
-                    f"{type(self).__name__}.{name} was replaced: adapters on stacks of experts (PEFT's "
+                    f"{self.published_name}.{name} was replaced: adapters on stacks of experts (PEFT's "
                     "target_parameters, or gate_proj, up_proj and down_proj of a mixture of experts) decode the whole "
                     "stack in every forward. Leave the experts out of target_modules."
                 )
@@ -123,9 +126,10 @@ def hold_linear(layer: nn.Linear, weight: PublishedWeight, multiply: Multiply) -
     _hold(layer, "weight", weight)
 
 
-def hold_stack(experts: nn.Module, name: str, weight: PublishedWeight) -> None:
-    """Give a module of experts a published stack, and the class that multiplies it."""
+def hold_stack(experts: nn.Module, name: str, weight: PublishedWeight, full_name: str) -> None:
+    """Give a module of experts a published stack, and the class that multiplies it; errors call it `full_name`."""
     changed: Any = experts
+    changed.published_name = full_name.rpartition(".")[0]
     if not isinstance(experts, PublishedExperts):
         changed.__class__ = experts_class(type(experts))
     _hold(experts, name, weight)

@@ -84,7 +84,7 @@ def convert_published(
             hold_linear(module, made, multiply)
         elif last in STACKS and parameter.ndim == 3:
             _refuse_experts(module, name, multiply)
-            hold_stack(module, last, made)
+            hold_stack(module, last, made, name)
         else:
             raise Fp8UnsupportedError(
                 f"{name} of a {type(module).__name__} has FP8 codes in the file: weights of nn.Linear and stacks of "

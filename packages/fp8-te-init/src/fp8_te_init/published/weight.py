@@ -125,6 +125,11 @@ class PublishedWeight(torch.Tensor):
         """Scales of the whole weight back from FP8, in the file's dtype, E8M0 as uint8."""
         return self._stored.scale_inv
 
+    @property
+    def nbytes(self) -> int:  # pyrefly: ignore[bad-override]
+        """Bytes of the codes."""
+        return self._codes.nbytes
+
     def dequantize(self) -> torch.Tensor:
         """Return the values: float32 code times float32 scale, rounded once to this dtype. A plain tensor."""
         codes, base = self._codes, self._stored.codes
@@ -236,21 +241,20 @@ def published_of(tensor: object) -> PublishedWeight | None:
     return local if isinstance(local, PublishedWeight) else None
 
 
-def operand_of(weight: PublishedWeight, expert: int | None = None) -> Quantized:
-    """Return a whole weight, or one expert of a stack, as an operand of an FP8 matmul, with the file's scales."""
-    codes, scale_inv = weight.codes, _in_float32(weight.scale_inv)
-    if expert is not None:
-        codes, scale_inv = codes[expert], scale_inv[expert]
+def operand_of(weight: PublishedWeight) -> Quantized:
+    """Return a whole weight as an operand of an FP8 matmul, with the file's scales."""
+    codes, scale_inv = weight.codes, scales_in_float32(weight.scale_inv)
     return Quantized(codes, scale_inv, E4M3, None if weight.stored.block == (1, 0) else weight.stored.block)
 
 
-def _in_float32(scale_inv: torch.Tensor) -> torch.Tensor:
+def scales_in_float32(scale_inv: torch.Tensor) -> torch.Tensor:
+    """Return scales of a weight, in the dtype of the file, as float32; exact."""
     return scale_inv_of_e8m0(scale_inv) if scale_inv.dtype == torch.uint8 else scale_inv.float()
 
 
 def _decode(codes: torch.Tensor, scale_inv: torch.Tensor, block: Block, first: int, dtype: torch.dtype) -> torch.Tensor:
     """Return codes [n, columns], the rows from `first` on of a matrix, times the scales of the matrix."""
-    scale, last = _in_float32(scale_inv), first + len(codes)
+    scale, last = scales_in_float32(scale_inv), first + len(codes)
     if block == (1, 0):
         scale, block = scale[first:last], None
     elif block is not None and first % block[0] == 0:
