@@ -7,7 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from benchmarks._gpu_parts import LLAMA, Report, gradients, graph_of, rotation
 from benchmarks.modelled.models import Block, convert
@@ -30,6 +33,7 @@ def where_time(report: Report, contender: str) -> None:
         "bf16": partial(step_of, report, "bf16", width, tokens, None),
         contender: partial(step_of, report, contender, width, tokens, None),
         f"{contender}, {OVERHEAD}": partial(step_of, report, contender, width, tokens, OVERHEAD),
+        f"{contender}, {OVERHEAD}, FSDP2": partial(step_of, report, contender, width, tokens, OVERHEAD, sharded=True),
     }
     runs = {name: run for name, make in made.items() if (run := tried(report, name, make))}
     for repeat in WAITS if report.on_gpu else WAITS[:1]:
@@ -47,14 +51,21 @@ def where_time(report: Report, contender: str) -> None:
     report.claim(WAITS_LITTLE, took - kernels <= HOST_OF_A_BLOCK, f"{took:.2f} ms, kernels {kernels:.2f} ms")
 
 
-def step_of(report: Report, who: str, width: int, tokens: int, mode: str | None) -> Callable[[], object]:
-    """Return a compiled forward and backward, which ran twice."""
+def step_of(
+    report: Report, who: str, width: int, tokens: int, mode: str | None, *, sharded: bool = False
+) -> Callable[[], object]:
+    """Return a compiled forward and backward, which ran twice; `sharded` by FSDP2 on this one rank."""
     torch.manual_seed(0)
     with torch.device(report.device):
         model = Block(width).bfloat16()
     for weight in model.parameters():
         nn.init.normal_(weight, mean=float(weight.ndim == 1), std=0.02)
-    convert(model, who, "compiled")
+    convert(model, who, "eager" if sharded else "compiled")
+    if sharded:
+        if not dist.is_initialized():
+            backend = "nccl" if report.on_gpu else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        fully_shard(model, mesh=init_device_mesh(torch.device(report.device).type, (1,)))
     options: dict[str, Any] = {"mode": mode, "backend": "inductor"} if report.on_gpu else {"backend": "aot_eager"}
     forward = model.forward
 

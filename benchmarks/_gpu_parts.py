@@ -130,9 +130,9 @@ class Report:
 def rates(report: Report, _: str) -> None:
     """Versions, and what large matmuls, attention and a copy reach: every modelled time rests on these rates."""
     from fp8_common.torch import casts
-    from fp8_common.torch.linear.config import LinearConfig
-    from fp8_common.torch.linear.matmul import MatmulOptions, matmul
-    from fp8_common.torch.linear.operand import quantize_operand
+    from fp8_common.torch_layers.linear.config import LinearConfig
+    from fp8_common.torch_layers.linear.matmul import MatmulOptions, matmul
+    from fp8_common.torch_layers.linear.operand import quantize_operand
 
     report.figure("versions", versions(report.on_gpu))
     n, head = (8192, 128) if report.on_gpu else (256, 32)

@@ -3,8 +3,8 @@
     python -m benchmarks.host [--results FOLDER]
 
 *Eager*: ATen operators, launches of our kernels and calls of Python functions of one linear layer, forward and
-backward, steady, where kernels cast. *Sharded*: calls of functions of this project, and the files that they are in, in
-a step of two layers under FSDP2 on one rank; CPU references cast there. Writes results/host.json and .md.
+backward, steady, where kernels cast. *FSDP2*: calls of functions of this project, and the files that they are in, in a
+step of two layers on one rank, where kernels cast, and where operations of torch do. Writes results/host.json and .md.
 """
 
 import contextlib
@@ -28,11 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8_torch_fsdp as f8
 from benchmarks._common import options, save, table
 from fp8_common.torch import _triton
-from fp8_common.torch.linear import matmul, plan
+from fp8_common.torch_layers.linear import matmul, plan
 from fp8_torch_fsdp.scales.delayed import delayed_scales
 
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
-HEADS = ("recipe", "eager: ATen operators", "launches", "calls of functions", "FSDP2: own calls", "own files")
+HEADS = ("recipe", "eager: ATen operators", "launches", "calls of functions")
+HEADS += ("FSDP2: own calls", "own files", "own calls without kernels")
 ROWS, DIM = 128, 512
 
 
@@ -143,9 +144,9 @@ def main() -> None:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with pretended_gpu() as gpu:
-        found = {recipe: eager(gpu, recipe) for recipe in (None, *RECIPES)}
+        found = {recipe: eager(gpu, recipe) + (sharded(recipe) if recipe else ()) for recipe in (None, *RECIPES)}
     rows = [
-        dict(zip(HEADS, (recipe or "bf16", *counts, *(sharded(recipe) if recipe else ())), strict=False))
+        dict(zip(HEADS, (recipe or "bf16", *counts, *(sharded(recipe)[:1] if recipe else ())), strict=False))
         for recipe, counts in found.items()
     ]
     dist.destroy_process_group()

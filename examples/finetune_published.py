@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from fp8_common import CastRecipe
-from fp8_common.torch.export import quantization_config, serving_state_dict
+from fp8_common.torch_layers.export import quantization_config, serving_state_dict
 from fp8_te_init.published import convert_published, load_published
 
 

@@ -5,9 +5,11 @@ Python blocks are run by Sybil (conftest.py).
 """
 
 import json
+import re
 
 import pytest
 
+from fp8_common import advise
 from tests.helpers import programs
 from tests.helpers.repository import ROOT
 
@@ -55,3 +57,12 @@ def test_the_status_table_is_that_of_the_file():
     page = (ROOT / "docs/status.md").read_text()
     assert table in page, f"docs/status.md should hold this table:\n{table}"
     assert all(f"- **{word}**: {meaning}." in page for word, meaning in status["words"].items())
+
+
+def test_readme_has_the_number_that_advise_prints():
+    job = advise.Job(shape=advise.SHAPES["llama3-70b"], ranks=64, links=advise.LINKS["ethernet-100"])
+    told = re.search(r": ([\d.]+x) bf16 \(([\d.]+x) bf16 with gradients", advise.advise(job)[0])
+    row = (
+        f"| Llama-3 70B, 64 H100, 100 Gbit/s Ethernet | 1.00x | **{told[1]}**, *modelled*; {told[2]} of bf16 gradients"
+    )
+    assert row in (ROOT / "README.md").read_text()

@@ -7,8 +7,8 @@ from tests.helpers.repository import packages
 
 COMPAT = {
     "fp8_common/torch/compat.py": "torch",
-    "fp8_common/torch/sharding/fsdp.py": "FSDP2",
-    "fp8_common/torch/sharding/fsdp_forwards.py": "FSDP2's forwards and autograd's backwards",
+    "fp8_common/torch_layers/sharding/fsdp.py": "FSDP2",
+    "fp8_common/torch_layers/sharding/fsdp_forwards.py": "FSDP2's forwards and autograd's backwards",
     "fp8_common/jax/compat.py": "JAX",
     "fp8_jax_owg/state/cotangents.py": "JAX's extended dtypes",
     "fp8_torch_fsdp/_compat.py": "torch's collectives and DDP",

@@ -65,7 +65,9 @@ def test_importing_fp8_common_loads_no_framework():
     heavy = ["torch", "jax", "jaxlib", "flax", "triton", "matplotlib", "hypothesis", "pytest"]
     source = packages()["fp8-common"].source
     files = [path.relative_to(source.parent).with_suffix("") for path in source.rglob("*.py")]
-    light = [path.parts for path in files if path.parts[1] not in ("torch", "jax", "_kernels", "testing")]
+    light = [
+        path.parts for path in files if path.parts[1] not in ("torch", "torch_layers", "jax", "_kernels", "testing")
+    ]
     names = sorted(".".join(parts) for parts in light if parts[-1] not in ("__main__", "__init__"))
     code = f"import sys, json, importlib; [importlib.import_module(name) for name in {names}]"
     code += f"; print(json.dumps([name for name in {heavy} if name in sys.modules]))"
@@ -76,7 +78,7 @@ def test_importing_fp8_common_loads_no_framework():
 def test_packages_do_not_import_the_compiler():
     """`torch.compiler.disable` as a decorator does, a second of every start; torch imports it when it is needed."""
     code = "import sys, torch.distributed.fsdp, torch.distributed.tensor; before = 'torch._dynamo' in sys.modules"
-    lazy = ("fp8_common.torch.sharding.replaced", "fp8_common.torch.sharding.gradients")
+    lazy = ("fp8_common.torch_layers.sharding.replaced", "fp8_common.torch_layers.sharding.gradients")
     for module in (*lazy, "fp8_torch_fsdp", "fp8_te_init"):
         code += f"; import {module}; assert before or 'torch._dynamo' not in sys.modules, '{module}'"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8_common as f8
-from fp8_common.torch.export import serving_state_dict
+from fp8_common.torch_layers.export import serving_state_dict
 from tests.helpers.repository import ROOT
 
 ROWS, COLUMNS, MAX = 1024, 1024, 448.0

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import fp8_te_init as fti
-from fp8_common.torch.linear.function import fp8_linear
+from fp8_common.torch_layers.linear.function import fp8_linear
 from tests.helpers.sharded_models import WIDTHS, mlp, shard
 
 RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "blockwise"]

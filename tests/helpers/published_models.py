@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8_common.torch.compat import local_of
-from fp8_common.torch.sharding.fsdp import region_of
+from fp8_common.torch_layers.sharding.fsdp import region_of
 from tests.helpers.published_files import tensors_of, values_of
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

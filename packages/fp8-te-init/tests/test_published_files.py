@@ -11,7 +11,7 @@ from torch import nn
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_common.torch import casts
-from fp8_common.torch.linear.operand import quantize_operand
+from fp8_common.torch_layers.linear.operand import quantize_operand
 from fp8_te_init import memory_report
 from fp8_te_init.published import PublishedWeight, convert_published, load_published, save_published
 from fp8_te_init.published import files as files_module

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8StaleError
-from fp8_common.torch.linear import function
+from fp8_common.torch_layers.linear import function
 from fp8_torch_fsdp.scales import sync
 from fp8_torch_fsdp.scales.forwards import Forwards
 from fp8_torch_fsdp.scales.slot import Sent

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8_torch_fsdp as f8
 from fp8_common import RECIPES
-from fp8_common.torch.linear import matmul
+from fp8_common.torch_layers.linear import matmul
 
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch is built without CUDA")
 PRODUCTS = ("matmul", "_scaled_mm", "scaled_mm", "_scaled_mm_v2")

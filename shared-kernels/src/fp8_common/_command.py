@@ -10,12 +10,13 @@ cannot be written, explained in one sentence.
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path as FilePath
 from typing import Any, NoReturn
 
 from fp8_common import __version__, advise
@@ -32,11 +33,23 @@ READER_GONE = 128 + 13
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers bad arguments with one sentence instead of the whole usage."""
+    """Answers bad arguments with one sentence instead of the whole usage, and names what may have been meant.
+
+    Attributes:
+        options: What begins with "--" in any command.
+    """
+
+    options: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and leave."""
-        self.exit(2, f"{self.prog}: {message.rstrip('.')}. See {self.prog} --help.\n")
+        """Report what is wrong and leave."""
+        told, _, choices = message.partition(" (choose from")
+        known = [*self.options, *re.findall(r"[\w-]+", choices)]
+        # the last words of argparse's sentences are those of the user
+        given = told.partition(": ")[2].replace("invalid choice:", "").replace("'", "").split()
+        near = [found for word in given for found in difflib.get_close_matches(word.partition("=")[0], known, 1)]
+        hint = f" Did you mean {near[0]}?" if near else ""
+        self.exit(2, f"{self.prog}: {message.rstrip('.')}.{hint} See {self.prog} --help.\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = " ".join(["fp8", *(argument for argument in arguments[:1] if not argument.startswith("-"))])
     try:
         try:
-            options = _parser().parse_args(arguments)
+            options = _parser().parse_args(arguments or ["--help"])
             return options.run(options)
         finally:
             sys.stdout.flush()  # here, not while the interpreter ends, where an error would be a traceback
@@ -84,23 +97,25 @@ def _parser() -> argparse.ArgumentParser:
     for command in (doctor, advisor, certifier):
         command.add_argument("--json", action="store_true", help="write JSON")
     add, job = advisor.add_argument, advise.Job(shape=advise.SHAPES["llama3-8b"])
-    add("--model", default="llama3-8b", help=f"{', '.join(advise.SHAPES)}, or the config.json of a decoder")
+    add("--model", default="llama3-8b", help="a hub name, or the config.json of a decoder (default %(default)s)")
     add("--ranks", type=int, default=job.ranks, help="devices, over all of which it is sharded (default %(default)s)")
     add("--device", choices=advise.ACCELERATORS, default="h100", help="its rates (default %(default)s)")
     add("--links", choices=advise.LINKS, default="infiniband-400", help="the network (default %(default)s)")
     add("--tokens", type=int, default=job.tokens, help="of a micro-batch on one device (default %(default)s)")
-    add("--sequence", type=int, default=job.sequence, help="length of a sequence (default %(default)s)")
+    add("--sequence", type=int, help=f"length of a sequence (default {advise.SEQUENCE}, or --tokens if that is less)")
     add("--micro-batches", type=int, default=1, help="of one optimizer step (default %(default)s)")
     add("--measured", type=float, metavar="T", help="tokens per second and device that bf16 reaches, if you know it")
+    texts = "".join(command.format_help() for command in (doctor, advisor, certifier))
+    parser.options = re.findall(r"--[a-z-]+", texts)
     return parser
 
 
 def _advise(options: argparse.Namespace) -> int:
     job = advise.Job(
-        shape=advise.SHAPES.get(options.model) or advise.ModelShape.from_config(FilePath(options.model)),
+        shape=advise.shape_of(options.model),
         ranks=options.ranks,
         tokens=options.tokens,
-        sequence=options.sequence,
+        sequence=min(options.tokens, advise.SEQUENCE) if options.sequence is None else options.sequence,
         micro_batches=options.micro_batches,
         accelerator=advise.ACCELERATORS[options.device],
         links=advise.LINKS[options.links],

@@ -7,6 +7,7 @@ What was run is said in `status.json` alone, for `fp8 doctor` and for the tables
 from the device's abilities (`fp8_common.hardware`): a path can be native and never have run.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -17,7 +18,8 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path as FilePath
 from typing import Any
@@ -45,6 +47,13 @@ DISTRIBUTIONS = (
 """The distributions whose versions a report names, where they are installed."""
 
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
+DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+LIBRARIES: dict[str, Callable[[Any], str | None]] = {
+    "CUDA": lambda torch: torch.version.cuda,
+    "cuDNN": lambda torch: "{}.{}.{}".format(*_parts_of_cudnn(torch.backends.cudnn.version())),
+    "NCCL": lambda torch: ".".join(map(str, torch.cuda.nccl.version())),
+}
+"""How torch tells the versions of the libraries that it brings."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +103,8 @@ def detect() -> Machine:
     # Asked last: it cannot tell whether a framework can use the GPU, which is what the report is about.
     if not accelerators and (accelerators := nvidia_smi_devices()):
         notes.append("The driver sees a GPU that no installed framework can use; install a build with GPU support.")
+    if any(device.kind == "nvidia" for device in accelerators):
+        versions |= libraries(sys.modules.get("torch"))
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
@@ -118,14 +129,33 @@ def installed_versions() -> dict[str, str]:
 
 def nvidia_smi_devices() -> list[Device]:
     """Return the GPUs that the NVIDIA driver reports; none if nvidia-smi is absent or fails."""
-    if shutil.which(NVIDIA_SMI[0]) is None:
-        return []
+    return parse_nvidia_smi(_answer_of(NVIDIA_SMI))
+
+
+def _answer_of(command: Sequence[str]) -> str:
+    """Return what a command of the driver prints; "" if it is absent or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
     try:
-        answer = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=20, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         _log.info("nvidia-smi failed: %s", error)
-        return []
-    return parse_nvidia_smi(answer)
+        return ""
+
+
+def libraries(torch: Any) -> dict[str, str]:
+    """Return the versions of NVIDIA's driver and of the libraries that torch brings, where they can be known."""
+    found = {"driver": next(iter(_answer_of(DRIVER).split()), None)}
+    for name, ask in LIBRARIES.items():
+        with contextlib.suppress(Exception):  # of builds that lack it
+            found[name] = ask(torch)
+    return {name: version for name, version in found.items() if version}
+
+
+def _parts_of_cudnn(version: int) -> tuple[int, int, int]:
+    """Return the numbers in 91002, which stands for 9.10.2."""
+    major, rest = divmod(version, 10000)
+    return (major, *divmod(rest, 100))
 
 
 def parse_nvidia_smi(answer: str) -> list[Device]:

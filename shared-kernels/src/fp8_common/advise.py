@@ -9,16 +9,19 @@ bytes per parameter, divided over the ranks.
 """
 
 import dataclasses
+import difflib
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from fp8_common._models import CONFIGS, SHORT
 from fp8_common.errors import Fp8Error
 
-WORTH, SAME = 1.05, 0.02
-"""Speed-up from which FP8 is recommended; and the share of time within which the simpler of two configurations is."""
+WORTH, SAME, SEQUENCE = 1.05, 0.02, 8192
+"""Speed-up from which FP8 is recommended; the share of time within which the simpler of two configurations is; and the
+tokens of a sequence where none are given."""
 OPTIMIZER_BYTES, STATE_BYTES = 28, 16
 """Of a parameter: what AdamW moves; and float32 weight, gradient and two moments."""
 
@@ -29,20 +32,22 @@ class Accelerator:
 
     Attributes:
         bf16: FLOP/s of bf16 matmuls: 70 % of the dense rate.
-        fp8: FLOP/s of FP8 matmuls with one scale for each operand: 65 %.
+        fp8: FLOP/s of FP8 matmuls with one scale for each operand: 65 %; 0 without FP8 units.
         attention: FLOP/s of fused attention in bf16: 45 %.
         bandwidth: Bytes per second of elementwise kernels: 90 %.
+        memory: Bytes.
     """
 
     bf16: float
     fp8: float
     attention: float
     bandwidth: float
+    memory: float = math.inf
 
     @classmethod
-    def of_data_sheet(cls, bf16: float, fp8: float, bandwidth: float) -> Self:
-        """Return the rates of a device whose data sheet gives dense FLOP/s in bf16 and FP8, and bytes per second."""
-        return cls(0.70 * bf16, 0.65 * fp8, 0.45 * bf16, 0.90 * bandwidth)
+    def of_data_sheet(cls, bf16: float, fp8: float, bandwidth: float, memory: float) -> Self:
+        """Return a device whose data sheet gives dense FLOP/s in bf16 and FP8, bytes per second, and bytes."""
+        return cls(0.70 * bf16, 0.65 * fp8, 0.45 * bf16, 0.90 * bandwidth, memory)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +75,8 @@ class Choice:
         cast_bytes: Bytes that casts move beyond those of bf16, for each token and unit of width of a Llama block.
         weight_bytes: Bytes of one gathered element.
         gradient_bytes: Bytes of one element of a reduced gradient.
+        before: Python that a script runs before `fully_shard`.
+        after: Python that it runs after it.
     """
 
     name: str
@@ -77,12 +84,15 @@ class Choice:
     cast_bytes: float = 0.0
     weight_bytes: float = 2.0
     gradient_bytes: float = 4.0
+    before: str = ""
+    after: str = ""
 
 
 ACCELERATORS = {
-    "h100": Accelerator.of_data_sheet(989e12, 1979e12, 3.35e12),
-    "h200": Accelerator.of_data_sheet(989e12, 1979e12, 4.8e12),
-    "b200": Accelerator.of_data_sheet(2250e12, 4500e12, 8.0e12),
+    "a100": Accelerator.of_data_sheet(312e12, 0.0, 2.04e12, 80e9),
+    "h100": Accelerator.of_data_sheet(989e12, 1979e12, 3.35e12, 80e9),
+    "h200": Accelerator.of_data_sheet(989e12, 1979e12, 4.8e12, 141e9),
+    "b200": Accelerator.of_data_sheet(2250e12, 4500e12, 8.0e12, 180e9),
 }
 LINKS = {
     "infiniband-400": Links(0.8 * 450e9, 0.8 * 50e9, 10e-6),
@@ -90,20 +100,28 @@ LINKS = {
     "pcie-100": Links(0.8 * 32e9, 0.8 * 12.5e9 / 8, 20e-6),
 }
 NODE = 8
+_RANKS = (1, 2, 4, *(NODE << n for n in range(12)))
 
 # Bytes outside of matmuls that a compiled Llama block of width 4096 moves for 8192 tokens, counted: bf16 4.41e9,
 # tensorwise 9.93e9, delayed 10.79e9, row-wise 9.89e9. That row-wise matmuls reach 85 % of tensorwise ones is assumed.
 ELEMENTS = 4096 * 8192
 BF16_BYTES = 4.41e9 / ELEMENTS
 FP8_GRADIENT = 1 + 4 / 128
+_CONVERT = 'fp8_torch_fsdp.convert_to_float8_training(model, recipe="{}")'
+_TENSORWISE, _DELAYED, _ROWWISE = (_CONVERT.format(name) for name in ("tensorwise", "tensorwise_delayed", "rowwise"))
+_COMPRESS = "fp8_torch_fsdp.compress_communication(model)"
+_REDUCE = "fp8_torch_fsdp.compress_communication(model, gradients=True)"
+_BF16 = "# in fully_shard: mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)"
 CHOICES = (
     Choice("bf16"),
-    Choice("bf16, bf16 reduce-scatter", gradient_bytes=2.0),
-    Choice("bf16 matmuls, FP8 all-gather", None, 0.0, 1.0),
-    Choice("tensorwise, FP8 all-gather", 1.0, 5.52e9 / ELEMENTS, 1.0),
-    Choice("tensorwise_delayed, FP8 all-gather", 1.0, 6.38e9 / ELEMENTS, 1.0),
-    Choice("rowwise, FP8 all-gather", 0.85, 5.48e9 / ELEMENTS, 1.0),
-    Choice("tensorwise, FP8 all-gather and reduce-scatter", 1.0, 5.52e9 / ELEMENTS, 1.0, FP8_GRADIENT),
+    Choice("bf16, bf16 reduce-scatter", gradient_bytes=2.0, before=_BF16),
+    Choice("bf16 matmuls, FP8 all-gather", None, 0.0, 1.0, after=_COMPRESS),
+    Choice("tensorwise, FP8 all-gather", 1.0, 5.52e9 / ELEMENTS, 1.0, before=_TENSORWISE),
+    Choice("tensorwise_delayed, FP8 all-gather", 1.0, 6.38e9 / ELEMENTS, 1.0, before=_DELAYED),
+    Choice("rowwise, FP8 all-gather", 0.85, 5.48e9 / ELEMENTS, 1.0, before=_ROWWISE),
+    Choice(
+        "tensorwise, FP8 all-gather and reduce-scatter", 1.0, 5.52e9 / ELEMENTS, 1.0, FP8_GRADIENT, _TENSORWISE, _REDUCE
+    ),
 )
 """From the simplest to the one that changes most; the first is what speed-ups are measured against."""
 
@@ -178,18 +196,34 @@ class ModelShape:
         )
 
 
-LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8}
-SHAPES = {
-    "llama3-8b": ModelShape.of_fields(
-        LLAMA | {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336},
-        "Llama 3 8B",
-    ),
-    "llama3-70b": ModelShape.of_fields(
-        LLAMA | {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672},
-        "Llama 3 70B",
-    ),
-}
-"""Models by name."""
+SHAPES = {name: ModelShape.of_fields(config, name) for name, config in CONFIGS.items()}
+SHAPES |= {short: SHAPES[name] for short, name in SHORT.items()}
+"""Models by their name on the Hugging Face hub, and some by a short one."""
+
+
+def shape_of(model: str) -> ModelShape:
+    """Return the shape of a model that `SHAPES` names, whatever the case, or that a `config.json` describes.
+
+    Args:
+        model: A name with or without its owner, a file, or a folder with a `config.json`.
+
+    Raises:
+        Fp8Error: It is none of these.
+    """
+    names = {name.lower(): name for name in SHAPES}
+    names |= {name.lower().rpartition("/")[2]: name for name in SHAPES}
+    if known := names.get(model.lower()):
+        return SHAPES[known]
+    path = Path(model)
+    if path.is_dir():
+        path /= "config.json"
+    if path.exists() or path.suffix == ".json":
+        return ModelShape.from_config(path)
+    near = [names[name] for name in difflib.get_close_matches(model.lower(), names, 3)]
+    raise Fp8Error(
+        f"{model!r} is no file, and no model that is known by name. {'Near ones' if near else 'Known'}: "
+        f"{', '.join(dict.fromkeys(near)) or ', '.join(SHAPES)}. Of any other decoder, pass its config.json."
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,7 +246,7 @@ class Job:
     shape: ModelShape
     ranks: int = 8
     tokens: int = 8192
-    sequence: int = 8192
+    sequence: int = SEQUENCE
     micro_batches: int = 1
     recompute: float = 0.0
     accelerator: Accelerator = ACCELERATORS["h100"]
@@ -226,6 +260,11 @@ class Job:
                 raise Fp8Error(f"{name} must be a positive whole number, got {getattr(self, name)!r}.")
         if self.ranks > NODE and self.ranks % NODE:
             raise Fp8Error(f"{self.ranks} ranks do not fill nodes of {NODE}.")
+        if self.tokens < self.sequence:
+            raise Fp8Error(
+                f"A micro-batch of {self.tokens} tokens is less than one sequence of {self.sequence}. Shorten the "
+                "sequence, or give each device a whole one."
+            )
         if not 0 <= self.recompute <= 1:
             raise Fp8Error(f"recompute must be a share from 0 to 1, got {self.recompute!r}.")
 
@@ -254,13 +293,28 @@ class Estimate:
         return self.matmuls + self.casts + self.other + self.exposed
 
 
+def memory(job: Job) -> float:
+    """Return the bytes that a device needs before any activation: its part of the state, and two gathered blocks."""
+    shape = job.shape
+    gathered = 2.0 * max(2 * shape.weights, shape.vocabulary * shape.width // 2) if job.ranks > 1 else 0.0
+    return STATE_BYTES * shape.parameters / job.ranks + gathered
+
+
 def advise(job: Job) -> tuple[str, list[Estimate]]:
-    """Return what to take and why, in a sentence or two, and the estimates of all `CHOICES`.
+    """Return what to take and why, in a sentence or two, and the estimates of all `CHOICES` that the device has.
 
     Raises:
-        Fp8Error: bf16 was measured to be faster than the model says.
+        Fp8Error: The model does not fit, or bf16 was measured to be faster than the model says.
     """
-    estimates = [estimate(job, choice) for choice in CHOICES]
+    needed, has = memory(job), job.accelerator.memory
+    if needed > has:
+        enough = next((n for n in _RANKS if memory(dataclasses.replace(job, ranks=n)) < 0.8 * has), None)
+        raise Fp8Error(
+            f"{job.shape.parameters / 1e9:.2f} billion parameters on {_devices(job.ranks)} need {needed / 1e9:.0f} GB "
+            f"on each for float32 weights, gradients, AdamW and gathered weights, before any activation; it has "
+            f"{has / 1e9:.0f}. {f'Take at least {enough} devices.' if enough else 'No number of devices is enough.'}"
+        )
+    estimates = [estimate(job, choice) for choice in CHOICES if choice.rate is None or job.accelerator.fp8]
     base, fastest = estimates[0], min(estimates, key=lambda one: one.seconds)
     best = next(one for one in estimates if one.seconds <= fastest.seconds * (1 + SAME))
     if base.seconds < WORTH * best.seconds:
@@ -271,7 +325,8 @@ def advise(job: Job) -> tuple[str, list[Estimate]]:
     # Whoever reduces gradients in bf16 already gains less.
     wide = estimates[1]
     ratio = wide.seconds / best.seconds
-    also = f" ({ratio:.2f}x bf16 with gradients reduced in bf16)" if wide.seconds < base.seconds else ""
+    reduced = best is not wide and wide.seconds < base.seconds
+    also = f" ({ratio:.2f}x bf16 with gradients reduced in bf16)" if reduced else ""
     advice = (
         f"Take {best.choice.name}: {base.seconds / best.seconds:.2f}x bf16{also}. Matmuls {1e3 * base.matmuls:.0f} -> "
         f"{1e3 * best.matmuls:.0f} ms, exposed communication {1e3 * base.exposed:.0f} -> {1e3 * best.exposed:.0f} ms, "
@@ -343,23 +398,31 @@ def _collective(job: Job, nbytes: float) -> float:
     return max(inside, between) + job.links.latency * math.log2(job.ranks)
 
 
+def _devices(count: int) -> str:
+    return f"{count} device{'s' * (count != 1)}"
+
+
 def report(job: Job) -> str:
-    """Return what to take, then a table of all configurations."""
+    """Return what to take, the lines of Python for it, then a table of all configurations."""
     advice, estimates = advise(job)
-    memory = STATE_BYTES * job.shape.parameters / job.ranks / 1e9
+    best = next(one.choice for one in estimates if advice.startswith(f"Take {one.choice.name}:"))
+    code = [line for line in (best.before, "fully_shard(model)  # and its blocks", best.after) if line]
+    code = ["", *(f"    {line}" for line in code)] if len(code) > 1 else []
     lines = [f"{'configuration':<47}{'step':>10}{'speed-up':>10}{'exposed':>10}{'casts':>10}"]
     for one in estimates:
         times = "".join(f"{1e3 * seconds:>7.0f} ms" for seconds in (one.exposed, one.casts))
         speed_up = estimates[0].seconds / one.seconds
         lines.append(f"{one.choice.name:<47}{1e3 * one.seconds:>7.0f} ms{speed_up:>9.2f}x{times}")
-    size = f"{job.shape.parameters / 1e9:.2f} billion parameters on {job.ranks} devices"
-    return "\n".join(
-        [advice, "", f"{size}, modelled, not measured; weights, gradients and AdamW {memory:.2f} GB a device", *lines]
-    )
+    size = f"{job.shape.parameters / 1e9:.2f} billion parameters on {_devices(job.ranks)}"
+    state = f"{memory(job) / 1e9:.2f} GB a device before activations"
+    return "\n".join([advice, *code, "", f"{size}, modelled, not measured; {state}", *lines])
 
 
 def facts(job: Job) -> dict[str, Any]:
     """Return advice, job and estimates as JSON can carry them."""
     advice, estimates = advise(job)
     rows = [dataclasses.asdict(one) | {"seconds": one.seconds} for one in estimates]
-    return {"advice": advice, "job": dataclasses.asdict(job), "estimates": rows}
+    told = {"advice": advice, "job": dataclasses.asdict(job), "memory": memory(job), "estimates": rows}
+    if math.isinf(told["job"]["accelerator"]["memory"]):
+        told["job"]["accelerator"]["memory"] = None  # JSON has no infinity
+    return told

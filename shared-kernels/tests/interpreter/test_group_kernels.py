@@ -8,8 +8,8 @@ import fp8_common as f8
 from fp8_common.presets import deepgemm
 from fp8_common.testing import assert_same_bits
 from fp8_common.torch import _triton, casts
-from fp8_common.torch.linear import grouped_matmul, segments
-from fp8_common.torch.linear.grouped import RowGroups
+from fp8_common.torch_layers.linear import grouped_matmul, segments
+from fp8_common.torch_layers.linear.grouped import RowGroups
 from tests.helpers import kernel_inputs
 from tests.helpers.kernel_inputs import DTYPES, FORMATS, SEED, calm, planted, tensor
 

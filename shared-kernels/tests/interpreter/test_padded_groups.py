@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from fp8_common.torch.linear import matmul, segments
-from fp8_common.torch.linear.grouped import RowGroups
-from fp8_common.torch.linear.matmul import row_major
+from fp8_common.torch_layers.linear import matmul, segments
+from fp8_common.torch_layers.linear.grouped import RowGroups
+from fp8_common.torch_layers.linear.matmul import row_major
 
 
 @pytest.mark.matrix(ends=[[3, 3, 20, 37], [0, 0, 0, 0], [16, 32, 32, 48]])

@@ -2,11 +2,26 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
 from fp8_common import Fp8Error
-from fp8_common.advise import ACCELERATORS, CHOICES, LINKS, SHAPES, Choice, Job, ModelShape, advise, estimate
+from fp8_common._models import CONFIGS
+from fp8_common.advise import (
+    ACCELERATORS,
+    CHOICES,
+    LINKS,
+    SHAPES,
+    Choice,
+    Job,
+    ModelShape,
+    advise,
+    estimate,
+    memory,
+    report,
+    shape_of,
+)
 
 LLAMA = SHAPES["llama3-8b"]
 BF16 = CHOICES[0]
@@ -20,11 +35,11 @@ def test_one_block_by_hand():
     shape = ModelShape(blocks=1, width=100, weights=60_000, active=60_000)
     links = dataclasses.replace(LINKS["infiniband-400"], inside=1e6, latency=0.5)
     device = dataclasses.replace(ACCELERATORS["h100"], bf16=1e9, attention=1e8, bandwidth=1e9)
-    found = estimate(job(shape=shape, ranks=4, tokens=10, sequence=20, links=links, accelerator=device), BF16)
+    found = estimate(job(shape=shape, ranks=4, tokens=20, sequence=10, links=links, accelerator=device), BF16)
     # 60,000 weights: two gathers in bf16 and a reduction in float32, of which 3/4 comes from others; nothing hides the
     # first gathers and the last reduction of a single block; latency for two doublings
     assert found.exposed == pytest.approx((2 * 2 + 4) * 60_000 * 3 / 4 / 1e6 + 3 * 2 * 0.5)
-    linear, attention = 2 * 60_000 * 10 / 1e9, 2 * 20 * 100 * 10 / 1e8
+    linear, attention = 2 * 60_000 * 20 / 1e9, 2 * 10 * 100 * 20 / 1e8
     assert found.matmuls == pytest.approx(3 * linear + 3.5 * attention)
     assert found.casts == 0
 
@@ -37,7 +52,8 @@ def test_nodes_share_what_crosses_between_them():
 
 
 def test_one_rank_sends_nothing():
-    assert all(one.exposed == 0 for one in advise(job(ranks=1))[1])
+    large = dataclasses.replace(ACCELERATORS["h100"], memory=1e12)
+    assert all(one.exposed == 0 for one in advise(job(ranks=1, accelerator=large))[1])
 
 
 @pytest.mark.parametrize(
@@ -113,6 +129,7 @@ def test_a_configuration_that_is_none_is_refused(tmp_path, text, part):
         ({"ranks": 0}, "ranks must be a positive"),
         ({"ranks": 12}, "do not fill nodes"),
         ({"recompute": 2}, "share from 0 to 1"),
+        ({"tokens": 10}, "10 tokens is less than one sequence of 8192"),
         ({"measured": 1e9}, "give an Accelerator"),
     ],
 )
@@ -136,3 +153,52 @@ def test_the_simplest_of_equally_fast_configurations_is_recommended():
 def test_the_gain_over_gradients_reduced_in_bf16_is_said_too():
     advice, _ = advise(job(shape=SHAPES["llama3-70b"], ranks=64, links=LINKS["ethernet-100"]))
     assert advice.startswith(f"Take {CHOICES[-1].name}: 1.69x bf16 (1.50x bf16 with gradients reduced in bf16).")
+
+
+# billions of parameters, where names do not give them: as the makers of the models do
+BILLIONS = {
+    "mistralai/Mixtral-8x7B-v0.1": 46.7, "mistralai/Mixtral-8x22B-v0.1": 140.6, "openai/gpt-oss-20b": 20.9,
+    "meta-llama/Llama-2-7b-hf": 6.74, "meta-llama/Llama-3.2-1B": 1.24, "meta-llama/Llama-3.2-3B": 3.21,
+    "Qwen/Qwen2.5-7B": 7.6, "mistralai/Mistral-7B-v0.3": 7.25, "Qwen/Qwen3-14B": 14.8, "Qwen/Qwen3-32B": 32.8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_that_are_known_by_name_have_their_size(name):
+    named = re.search(r"-([\d.]+)[bB]\b", name)
+    billions = BILLIONS.get(name) or float(named[1])
+    assert SHAPES[name].parameters == pytest.approx(billions * 1e9, rel=0.03)
+
+
+def test_a_model_is_found_by_its_name_file_or_folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    assert shape_of("llama-3.1-8B") == shape_of("llama3-8b") == LLAMA
+    assert shape_of(str(tmp_path)) == shape_of(str(tmp_path / "config.json")) == shape_of("mixtral-8x7b-v0.1")
+    with pytest.raises(Fp8Error, match=r"'llama-3.1-9b' is no file.* Near ones: meta-llama/Llama-3.1-8B"):
+        shape_of("llama-3.1-9b")
+
+
+def test_what_does_not_fit_is_refused_with_a_number_of_devices_that_does():
+    with pytest.raises(Fp8Error, match=r"on 1 device need 128 GB on each .* it has 80. Take at least 4 devices"):
+        advise(job(ranks=1))
+    assert memory(job(ranks=4)) < ACCELERATORS["h100"].memory
+    with pytest.raises(Fp8Error, match="No number of devices is enough"):
+        advise(job(accelerator=dataclasses.replace(ACCELERATORS["h100"], memory=1e9)))
+
+
+def test_devices_without_fp8_units_are_advised_on_communication_alone():
+    advice, estimates = advise(
+        job(tokens=4096, sequence=4096, accelerator=ACCELERATORS["a100"], links=LINKS["pcie-100"])
+    )
+    assert [one.choice.rate for one in estimates] == [None] * 3
+    assert "matmuls, FP8 all-gather" in estimates[2].choice.name
+    assert advice.startswith("Take bf16, bf16 reduce-scatter: 1.33x bf16. ")
+
+
+def test_the_report_has_the_lines_to_paste():
+    lines = report(job(shape=SHAPES["llama3-70b"], ranks=64, links=LINKS["ethernet-100"])).splitlines()
+    assert lines[2:5] == [
+        '    fp8_torch_fsdp.convert_to_float8_training(model, recipe="tensorwise")',
+        "    fully_shard(model)  # and its blocks",
+        "    fp8_torch_fsdp.compress_communication(model, gradients=True)",
+    ]

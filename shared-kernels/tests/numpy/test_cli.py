@@ -50,8 +50,10 @@ def run(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("", "fp8: the following arguments are required: COMMAND. See fp8 --help."),
         ("cast", "invalid choice: 'cast'"),
+        ("doctr", "Did you mean doctor? See fp8 --help."),
+        ("advise --device h10", "Did you mean h100?"),
+        ("advise --modle x", "unrecognized arguments: --modle x. Did you mean --model?"),
         ("advise extra", "unrecognized arguments: extra"),
         ("advise --ranks 12", "fp8 advise: 12 ranks do not fill nodes of 8."),
         ("advise --model no/such/config.json", "cannot be read as a model's configuration"),
@@ -124,6 +126,7 @@ def test_doctor_as_json(run):
 def test_version_and_help(run):
     assert run("--version")[:2] == (0, f"fp8-common {__version__}\n")
     code, out, _ = run("--help")
+    assert (code, out) == run()[:2]
     assert code == 0
     assert all(command in out for command in ("doctor", "advise"))
 

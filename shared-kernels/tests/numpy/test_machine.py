@@ -107,6 +107,22 @@ def test_nvidia_smi_may_be_absent_or_fail(monkeypatch, path, answers, devices):
     assert machine.nvidia_smi_devices() == devices
 
 
+def test_versions_of_the_driver_and_of_libraries_are_told_where_they_are_known(monkeypatch):
+    monkeypatch.setattr(machine.shutil, "which", lambda name: name)
+    monkeypatch.setattr(machine.subprocess, "run", lambda *c, **s: SimpleNamespace(stdout="580.82.07\n580.82.07\n"))
+    torch = SimpleNamespace(
+        version=SimpleNamespace(cuda="13.0"),
+        backends=SimpleNamespace(cudnn=SimpleNamespace(version=lambda: 91002)),
+        cuda=SimpleNamespace(nccl=SimpleNamespace(version=lambda: (2, 28, 3))),
+    )
+    wanted = {"driver": "580.82.07", "CUDA": "13.0", "cuDNN": "9.10.2", "NCCL": "2.28.3"}
+    assert machine.libraries(torch) == wanted
+    del torch.backends, torch.cuda
+    assert machine.libraries(torch).keys() == {"driver", "CUDA"}
+    monkeypatch.setattr(machine.subprocess, "run", fails)
+    assert machine.libraries(None) == {}
+
+
 def test_an_error_without_text_still_gives_a_line():
     assert machine.first_line(ValueError()) == "no message"
 

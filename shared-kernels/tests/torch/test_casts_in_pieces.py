@@ -15,7 +15,7 @@ def in_pieces(monkeypatch):
     """Casts of 100 elements and more are cut; returns the numbers of pieces that were asked for."""
     monkeypatch.setattr(rounding, "PIECE", 50 // torch.get_num_threads() or 1)
     asked, count = [], rounding._pieces
-    monkeypatch.setattr(rounding, "_pieces", lambda x, scale: asked.append(count(x, scale)) or asked[-1])
+    monkeypatch.setattr(rounding, "_pieces", lambda x, fits: asked.append(count(x, fits)) or asked[-1])
     return asked
 
 

@@ -6,8 +6,8 @@ import torch
 from fp8_common._machine import parse_version
 from fp8_common.hardware import Device, product_path
 from fp8_common.torch import _triton
-from fp8_common.torch.linear import grouped_matmul, matmul
-from fp8_common.torch.linear.config import LinearConfig
+from fp8_common.torch_layers.linear import grouped_matmul, matmul
+from fp8_common.torch_layers.linear.config import LinearConfig
 
 # capability, CUDA, ROCm: FP8 products, those of groups, with scales of blocks, with MX scales, fused casts
 DEVICES = [

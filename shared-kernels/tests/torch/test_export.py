@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8_common as f8
 from fp8_common.testing import assert_same_bits
-from fp8_common.torch.export import quantization_config, serving_state_dict
+from fp8_common.torch_layers.export import quantization_config, serving_state_dict
 
 TENSOR = f8.CastRecipe()
 ROWS = f8.CastRecipe(granularity="rowwise", policy=f8.POWER_OF_2)

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from fp8_common import CastRecipe
-from fp8_common.torch.sharding.gathered import GatheredWeight, finish_gather
-from fp8_common.torch.sharding.scale_grid import ScaleGrid
+from fp8_common.torch_layers.sharding.gathered import GatheredWeight, finish_gather
+from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
 from tests.helpers.tensors import reloaded
 
 

@@ -9,16 +9,16 @@ import torch.nn.functional as F
 from fp8_common import E4M3, E5M2, Fp8Error
 from fp8_common.torch import _triton, casts
 from fp8_common.torch.compat import assume_constant_result
-from fp8_common.torch.linear import grouped_matmul, segments
-from fp8_common.torch.linear.config import GemmConfig, LinearConfig
-from fp8_common.torch.linear.function import LinearSpec, fp8_linear
-from fp8_common.torch.linear.grouped import RowGroups
-from fp8_common.torch.linear.grouped_matmul import path_of
-from fp8_common.torch.linear.matmul import MatmulOptions
-from fp8_common.torch.linear.plan import decide
-from fp8_common.torch.linear.segments import Groups, zero_rows
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch.sharding.scale_grid import ScaleGrid
+from fp8_common.torch_layers.linear import grouped_matmul, segments
+from fp8_common.torch_layers.linear.config import GemmConfig, LinearConfig
+from fp8_common.torch_layers.linear.function import LinearSpec, fp8_linear
+from fp8_common.torch_layers.linear.grouped import RowGroups
+from fp8_common.torch_layers.linear.grouped_matmul import path_of
+from fp8_common.torch_layers.linear.matmul import MatmulOptions
+from fp8_common.torch_layers.linear.plan import decide
+from fp8_common.torch_layers.linear.segments import Groups, zero_rows
+from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
 
 SIZES = {"uneven": [5, 0, 17, 40], "aligned": [16, 32, 0, 16], "one": [0, 0, 0, 7], "empty": [0, 0, 0, 0]}
 EXPERTS, COLUMNS, ROWS = 4, 48, 64

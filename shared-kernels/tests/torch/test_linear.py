@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_common as f8
 from fp8_common import CastRecipe, Fp8Error, Recipe
-from fp8_common.torch.linear import matmul
-from fp8_common.torch.linear.config import LinearConfig
-from fp8_common.torch.linear.function import LinearSpec, fp8_linear
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch.sharding.scale_grid import ScaleGrid
+from fp8_common.torch_layers.linear import matmul
+from fp8_common.torch_layers.linear.config import LinearConfig
+from fp8_common.torch_layers.linear.function import LinearSpec, fp8_linear
+from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
 
 ROWS, IN, OUT = 24, 40, 16
 

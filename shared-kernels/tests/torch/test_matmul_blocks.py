@@ -7,11 +7,11 @@ from fp8_common import CANONICAL, get_format
 from fp8_common.presets import mx
 from fp8_common.torch import casts
 from fp8_common.torch.blocks import expand_blocks
-from fp8_common.torch.linear import matmul, plan
-from fp8_common.torch.linear.config import LinearConfig
-from fp8_common.torch.linear.function import LinearSpec, fp8_linear
-from fp8_common.torch.linear.matmul import MatmulOptions
-from fp8_common.torch.sharding.scale_grid import ScaleGrid
+from fp8_common.torch_layers.linear import matmul, plan
+from fp8_common.torch_layers.linear.config import LinearConfig
+from fp8_common.torch_layers.linear.function import LinearSpec, fp8_linear
+from fp8_common.torch_layers.linear.matmul import MatmulOptions
+from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
 
 THIN, SQUARE, MX = (1, 128), (128, 128), (1, 32)
 

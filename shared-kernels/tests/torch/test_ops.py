@@ -10,7 +10,7 @@ from torch.library import opcheck
 
 import fp8_common as f8
 import fp8_common.torch.foreach
-import fp8_common.torch.linear.grouped
+import fp8_common.torch_layers.linear.grouped
 from fp8_common import torch as f8t
 from fp8_common.presets import te_delayed
 from fp8_common.testing import assert_same_bits

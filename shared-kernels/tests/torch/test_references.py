@@ -5,8 +5,8 @@ import torch
 
 import fp8_common as f8
 from fp8_common._reference.gradients import MessageRows
-from fp8_common.torch.sharding import gradients
-from fp8_common.torch.sharding.gradients import pack_gradients, sum_gradients
+from fp8_common.torch_layers.sharding import gradients
+from fp8_common.torch_layers.sharding.gradients import pack_gradients, sum_gradients
 from tests.helpers.kernel_inputs import kernel_tests
 
 globals().update(kernel_tests("test_gradient_kernels.py"))

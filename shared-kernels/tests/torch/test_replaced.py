@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fp8_common import Fp8Error
-from fp8_common.torch.sharding.replaced import MARK, mark_replaced, watch_optimizers
+from fp8_common.torch_layers.sharding.replaced import MARK, mark_replaced, watch_optimizers
 
 
 def test_an_optimizer_that_holds_a_replaced_parameter_refuses_to_step():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8_common import CastRecipe, Fp8Error
-from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
+from fp8_common.torch_layers.sharding.scale_grid import Region, ScaleGrid
 from tests.helpers.tensors import same
 
 GRANULARITIES = ("tensorwise", "rowwise", "blockwise_128x128")

@@ -11,9 +11,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fp8_common import CastRecipe, Fp8UnsupportedError
-from fp8_common.torch.sharding import fsdp, fsdp_forwards
-from fp8_common.torch.sharding.agreement import group_of_parts
-from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
+from fp8_common.torch_layers.sharding import fsdp, fsdp_forwards
+from fp8_common.torch_layers.sharding.agreement import group_of_parts
+from fp8_common.torch_layers.sharding.scale_grid import Region, ScaleGrid
 from tests.helpers.ranks import on_ranks
 
 READ_NAMES = {
@@ -29,7 +29,7 @@ READ_NAMES = {
 
 
 def test_this_torch_has_the_private_names():
-    """If this fails, FSDP2 changed: fp8_common/torch/sharding/fsdp.py is the one file to adapt."""
+    """If this fails, FSDP2 changed: fp8_common/torch_layers/sharding/fsdp.py is the one file to adapt."""
     fsdp.check()
     for owner, names in READ_NAMES.items():
         source = inspect.getsource(inspect.getmodule(getattr(fsdp, owner)))
@@ -38,7 +38,7 @@ def test_this_torch_has_the_private_names():
 
 
 def test_autograd_numbers_its_backwards_and_its_nodes():
-    """If this fails, autograd changed: fp8_common/torch/sharding/fsdp_forwards.py is the one file to adapt."""
+    """If this fails, autograd changed: fp8_common/torch_layers/sharding/fsdp_forwards.py is the one file to adapt."""
     x, seen, ended = torch.ones(2, requires_grad=True), [], []
     first = fsdp_forwards.next_node()
     y = x * 2

@@ -5,8 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8_common import Fp8Error, get_format
-from fp8_common.torch.linear.matmul import MatmulOptions, matmul
 from fp8_common.torch.quantized import Quantized
+from fp8_common.torch_layers.linear.matmul import MatmulOptions, matmul
 
 
 def operand(rows, inner, by_rows):

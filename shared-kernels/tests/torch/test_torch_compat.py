@@ -96,6 +96,13 @@ def test_units_for_bfloat16_are_those_that_the_kernel_of_the_system_names():
     assert compat.multiplies_bfloat16() == ("avx512_bf16" in flags), LOOK.format("multiplies_bfloat16")
 
 
+def test_compilers_learn_that_a_tensor_keeps_its_address():
+    ours, theirs = torch.zeros(()), torch.zeros(())
+    compat.keep_address(ours)
+    torch._dynamo.mark_static_address(theirs)
+    assert vars(ours) == vars(theirs), LOOK.format("keep_address")
+
+
 def test_function_transforms_are_seen_and_compilers_are_none():
     seen = []
 

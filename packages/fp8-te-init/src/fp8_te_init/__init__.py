@@ -10,7 +10,7 @@ The weights of linear layers hold FP8 codes and nothing else.
 """
 
 from fp8_common.plugin import check_version
-from fp8_common.torch.linear.config import LinearConfig
+from fp8_common.torch_layers.linear.config import LinearConfig
 from fp8_te_init.build import convert_linear, fp8_model_init
 from fp8_te_init.errors import MissingInitError, StaleInitError
 from fp8_te_init.linear import PrimaryFloat8Linear

@@ -16,8 +16,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fp8_common import Fp8Error, Recipe, Rule, Rules, get_recipe, select_modules
 from fp8_common.torch import INPUT_DTYPES
-from fp8_common.torch.linear.config import LinearConfig
-from fp8_common.torch.sharding.replaced import mark_replaced
+from fp8_common.torch_layers.linear.config import LinearConfig
+from fp8_common.torch_layers.sharding.replaced import mark_replaced
 from fp8_te_init.linear import REGISTERED, PrimaryFloat8Linear, new_weight
 from fp8_te_init.te import te_context
 from fp8_te_init.te_modules import begin, is_of_te, on_parameter

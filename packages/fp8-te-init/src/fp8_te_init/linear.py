@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 from fp8_common import CastRecipe, Fp8Error, Fp8UnsupportedError
 from fp8_common.torch import INPUT_DTYPES, casts
 from fp8_common.torch.compat import DISTRIBUTED, disable_compiler, distributed_like, local_of, state_dict_hooks
-from fp8_common.torch.linear.config import LinearConfig
-from fp8_common.torch.linear.function import LinearSpec, fp8_linear
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch.sharding.fsdp import region_of
-from fp8_common.torch.sharding.gathered import GatheredWeight, quantized
-from fp8_common.torch.sharding.replaced import mark_replaced
-from fp8_common.torch.sharding.scale_grid import ScaleGrid
+from fp8_common.torch_layers.linear.config import LinearConfig
+from fp8_common.torch_layers.linear.function import LinearSpec, fp8_linear
+from fp8_common.torch_layers.sharding.fsdp import region_of
+from fp8_common.torch_layers.sharding.gathered import GatheredWeight, quantized
+from fp8_common.torch_layers.sharding.replaced import mark_replaced
+from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
 from fp8_te_init.weight.checkpoint import show_scales
 from fp8_te_init.weight.replicas import watch
 from fp8_te_init.weight.state import WeightState

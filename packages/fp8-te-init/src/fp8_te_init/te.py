@@ -16,8 +16,8 @@ from fp8_common import CastRecipe, Format, Fp8UnsupportedError, Recipe, get_form
 from fp8_common.presets import te_current
 from fp8_common.torch import casts, decoding, torch_dtype
 from fp8_common.torch.compat import local_of, version_of
-from fp8_common.torch.sharding.agreement import group_of_parts
-from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
+from fp8_common.torch_layers.sharding.agreement import group_of_parts
+from fp8_common.torch_layers.sharding.scale_grid import Region, ScaleGrid
 from fp8_te_init.errors import StaleInitError
 from fp8_te_init.weight.state import Record, Release, WeightState
 from fp8_te_init.weight.tensor import primary_of

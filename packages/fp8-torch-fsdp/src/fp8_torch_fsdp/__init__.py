@@ -8,8 +8,8 @@ Nothing else changes in a training loop: scales are computed before each forward
 
 from fp8_common import GradientCompression, Recipe
 from fp8_common.plugin import check_version
-from fp8_common.torch import GemmConfig
-from fp8_common.torch.sharding.gathered import GatheredWeight
+from fp8_common.torch_layers.linear.config import GemmConfig
+from fp8_common.torch_layers.sharding.gathered import GatheredWeight
 from fp8_torch_fsdp.all_gather.collective import GatheredMatrix
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.config import CastConfig, DelayedScalingConfig, Float8LinearConfig

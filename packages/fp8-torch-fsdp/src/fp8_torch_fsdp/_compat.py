@@ -2,7 +2,7 @@
 
 The operators of functional collectives are what a compiler captures; the Python functions around them were renamed
 between torch 2.11 and 2.13, the operators were not. A test tells what an upgrade broke. FSDP2's own private parts are
-the business of `fp8_common.torch.sharding.fsdp`.
+the business of `fp8_common.torch_layers.sharding.fsdp`.
 """
 
 import torch

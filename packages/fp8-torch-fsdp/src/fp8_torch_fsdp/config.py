@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from fp8_common import CastRecipe, Fp8Error, Recipe
 from fp8_common.policy import HistoryAlgo
-from fp8_common.torch.linear.config import LinearConfig
+from fp8_common.torch_layers.linear.config import LinearConfig
 
 CastConfig = CastRecipe
 """How one operand is cast; the shared `fp8_common.CastRecipe` under the name that torch users know."""

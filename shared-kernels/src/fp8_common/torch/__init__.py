@@ -19,13 +19,11 @@ from fp8_common.errors import Fp8Error
 from fp8_common.formats import E8M0, Format, get_data_format, get_format
 from fp8_common.policy import CANONICAL, HistoryAlgo, MxMode, ScalePolicy
 from fp8_common.torch import casts, decoding, numerics, rounding
-from fp8_common.torch.linear.config import GemmConfig
 from fp8_common.torch.numerics import FLOAT8_DTYPES, INPUT_DTYPES, torch_dtype
 
 __all__ = [
     "FLOAT8_DTYPES",
     "INPUT_DTYPES",
-    "GemmConfig",
     "amax",
     "amax_to_e8m0",
     "amax_to_scale",

@@ -83,27 +83,19 @@ def takes(x: torch.Tensor, fmt: Format | None = None, policy: ScalePolicy | None
     """
     if torch.compiler.is_compiling():
         return False
-    taken = _takes(x, fmt, policy)
-    if not taken and _now.launches is not None:
-        raise _NotShownError
-    return taken
-
-
-def _takes(x: torch.Tensor, fmt: Format | None, policy: ScalePolicy | None) -> bool:
     # The environment is read at every call, so that tests and users can change it; the device is looked up once. Layers
     # keep the answer for a shape (`linear.plan`).
-    if (choice := backend()) == "reference" or (isinstance(x, FakeTensor) and _now.launches is None):
-        return False
-    obstacle = _obstacle(x.device)
-    if obstacle is not None and choice != "triton":
-        return False
-    if fmt is not None and not has_kernels(fmt, policy):
-        return False
-    if obstacle is not None:
+    choice, shown = backend(), _now.launches is not None
+    taken = choice != "reference" and (shown or not isinstance(x, FakeTensor))
+    obstacle = _obstacle(x.device) if taken else None
+    taken = taken and (obstacle is None or choice == "triton") and (fmt is None or has_kernels(fmt, policy))
+    if taken and obstacle is not None:
         raise Fp8UnsupportedError(
             f"FP8_COMMON_BACKEND=triton, but {obstacle}. Unset it to use PyTorch's own operations there."
         )
-    return True
+    if shown and not taken:
+        raise _NotShownError
+    return taken
 
 
 def fuses(x: torch.Tensor) -> bool:

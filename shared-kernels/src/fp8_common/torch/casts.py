@@ -15,10 +15,11 @@ from fp8_common.policy import ScalePolicy
 from fp8_common.torch import numerics, rounding
 from fp8_common.torch._operators import operator, policy_key, policy_of_key
 from fp8_common.torch._triton import dense, fuses, hides, launch, matrix_of, name_of, plans, takes
-from fp8_common.torch.blocks import Block, amax_by, block_of, broadcasts, expand_blocks, scale_shape, split_blocks
+from fp8_common.torch.blocks import Block, amax_by, block_of, broadcasts, expand_blocks, scale_shape
 from fp8_common.torch.kept import (
     BLOCKS,
     BlocksCast,
+    PlainCast,
     RowsCast,
     TensorwiseCast,
     TurnedRowsCast,
@@ -241,19 +242,20 @@ def quantize_dynamic(
         made = _by_kernels(x, fmt, policy, block, fold, groups, both=both)
         if made is not None:
             return made
-    # What follows is what eager mode does without kernels, and what a compiler fuses.
+    # what eager mode does without kernels, and what a compiler fuses
     value = x
     if fold is not None:
         value = as_float32(x.contiguous()) * (fold if groups is None else fold.index_select(0, groups))
+    if not compiling:
+        return PlainCast(x.shape, fmt, policy, block)(value)
     largest = amax_by(value, block)
-    if compiling and (block is None or x.stride(-1) != 1):
+    if block is None or x.stride(-1) != 1:
         # one launch for all; of rows that are read as they lie, the kernel that finds an amax casts, too
         scale, scale_inv = scales_op(largest, None, fmt.name, policy_key(policy))
     else:
         scale = numerics.scale_from_amax(largest, fmt, policy)
         scale_inv = divide(1.0, scale)
-    codes = rounding.quantize(*split_blocks(value, scale, block), fmt, largest)
-    return _quantized(codes if broadcasts(block) else codes.view(x.shape), scale, scale_inv, fmt, block)
+    return _quantized(rounding.quantize(value, scale, fmt, largest), scale, scale_inv, fmt, block)
 
 
 def _quantized(

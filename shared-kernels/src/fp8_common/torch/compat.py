@@ -43,6 +43,7 @@ __all__ = [
     "in_function_transform",
     "is_in_place",
     "is_view",
+    "keep_address",
     "keep_versions",
     "local_of",
     "map_local",
@@ -196,6 +197,14 @@ def _as_in_eager_mode() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+def keep_address(x: torch.Tensor) -> None:
+    """Tell compilers that `x` stays where it is: programs that write to it may then become CUDA graphs.
+
+    What `torch._dynamo.mark_static_address` does, without the import of the compiler.
+    """
+    x._dynamo_static_input_type = "unguarded"  # pyrefly: ignore[missing-attribute]
 
 
 def in_function_transform() -> bool:

@@ -19,7 +19,7 @@ from fp8_common.torch._operators import operator, policy_key, policy_of_key
 from fp8_common.torch.casts import scale_from_amax
 from fp8_common.torch.compat import FakeTensor
 from fp8_common.torch.kept import TensorwiseCast
-from fp8_common.torch.numerics import amax_bits, of_amax_bits, torch_dtype
+from fp8_common.torch.numerics import amax_bits, torch_dtype
 
 UNOBSERVED = -1
 """Bits of an operand that was not observed; below every amax, so that MAX ignores it."""
@@ -59,7 +59,7 @@ def roll_histories(
     """
     formats = ",".join([cast.format for cast in casts])
     # UNOBSERVED has the bits of a NaN.
-    amax = of_amax_bits(bits.clamp(min=0))
+    amax = bits.clamp(min=0).view(torch.float32)
     rolled, following = delayed_update_op(history, amax, scale, formats, policy_key(casts[0].policy))
     return rolled, following
 

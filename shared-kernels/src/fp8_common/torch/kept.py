@@ -1,6 +1,7 @@
-"""Casts by kernels whose launches are decided once for a shape: layers keep them (`linear.plan`).
+"""Casts that are decided once for a shape: layers keep them (`linear.plan`).
 
-With one scale for all, of rows, or of blocks. A kept cast is its kernels and nothing else, with delayed scaling, too.
+With one scale for all, of rows, or of blocks. A kept cast is its kernels and nothing else, with delayed scaling, too;
+where there are none, it is the operations of torch (`PlainCast`).
 """
 
 from collections.abc import Sequence
@@ -11,13 +12,16 @@ import torch
 from fp8_common.formats import Format
 from fp8_common.policy import ScalePolicy
 from fp8_common.recipe import CastRecipe
-from fp8_common.torch import _triton
+from fp8_common.torch import _triton, numerics, rounding
 from fp8_common.torch._triton import dense, name_of, plans, takes
+from fp8_common.torch.blocks import Block, amax_by, broadcasts, split_blocks
 from fp8_common.torch.numerics import torch_dtype
 from fp8_common.torch.quantized import Quantized
 
 BLOCKS = {"blockwise_1x128": (1, 128), "blockwise_128x128": (128, 128)}
 """The block of each granularity that `BlocksCast` casts."""
+ALL_BLOCKS: dict[str, Block] = {"tensorwise": None, "rowwise": (1, 0), **BLOCKS}
+"""The block of each granularity that a kept cast casts."""
 
 
 class ScaleState(Protocol):
@@ -53,6 +57,36 @@ class ScaleState(Protocol):
         `scale_ptr` is the scale that is used whatever the operand holds. Without, `delayed_ptr` is the one to use where
         `ready_ptr` is set.
         """
+
+
+class PlainCast:
+    """The cast of tensors of one shape by torch's own operations, for tensors and devices without kernels.
+
+    Args:
+        shape: Of the tensors.
+        fmt: The format.
+        policy: The rule for the scales.
+        block: What shares a scale.
+
+    Attributes:
+        shape: As given.
+    """
+
+    def __init__(self, shape: Sequence[int], fmt: Format, policy: ScalePolicy, block: Block) -> None:
+        self.shape = torch.Size(shape)
+        self._fmt, self._policy, self._block = fmt, policy, block
+        self._tile = None if broadcasts(block) else block
+
+    def __call__(self, x: torch.Tensor, state: object = None, record: bool = False) -> Quantized:
+        """Cast a tensor, one way. Nothing is known of earlier steps."""
+        fmt, block = self._fmt, self._block
+        largest = amax_by(x, block)
+        scale = numerics.scale_from_amax(largest, fmt, self._policy)
+        if self._tile is None:
+            codes = rounding.quantize(x, scale, fmt, largest)
+        else:
+            codes = rounding.quantize(*split_blocks(x, scale, block), fmt, largest).view(self.shape)
+        return Quantized(codes, numerics.divide(1.0, scale), fmt, self._tile, scale=scale)
 
 
 class TensorwiseCast:
@@ -279,13 +313,13 @@ def has_both(x: torch.Tensor, *, stacks: bool = False) -> bool:
     return (x.ndim == 2 or (stacks and x.ndim == 3)) and x.is_contiguous() and x.numel() > 0 and x.shape[-2] % 4 == 0
 
 
-KeptCast = TensorwiseCast | RowsCast | TurnedRowsCast | BlocksCast
+KeptCast = PlainCast | TensorwiseCast | RowsCast | TurnedRowsCast | BlocksCast
 
 
 def kept_cast(
     x: torch.Tensor, shape: Sequence[int], cast: CastRecipe, *, fold: bool = False, same_codes: bool = False
 ) -> KeptCast | None:
-    """Return what casts contiguous matrices both ways; None where no kernel does.
+    """Return what casts contiguous matrices, both ways where kernels do; None where the cast is not decided.
 
     Args:
         x: What the matrices are like, but for their shape.
@@ -299,8 +333,10 @@ def kept_cast(
     turned = granularity == "rowwise" and same_codes
     if not (delayed or cast.scaling == "dynamic") or 0 in shape or policy.formula == "e8m0":
         return None
-    if (len(shape) != 2 and not turned) or not takes(x, fmt, policy):
+    if len(shape) != 2 and not turned:
         return None
+    if not takes(x, fmt, policy):
+        return None if delayed or same_codes else PlainCast(shape, fmt, policy, ALL_BLOCKS[granularity])
     if granularity == "tensorwise":
         return TensorwiseCast(shape, x.dtype, fmt, policy, with_scale=False)
     if shape[-2] % 4:

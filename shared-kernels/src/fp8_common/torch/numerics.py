@@ -124,7 +124,7 @@ def amax_over(x: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tens
         reduced = {d % x.ndim for d in dims}
         shape = [1 if i in reduced else n for i, n in enumerate(x.shape) if keepdim or i not in reduced]
         return torch.zeros(shape, dtype=torch.float32, device=x.device)
-    return of_narrow_bits(torch.amax(bits, dim=tuple(dims), keepdim=keepdim), x.dtype)
+    return torch.amax(bits, dim=tuple(dims), keepdim=keepdim).view(x.dtype).float()
 
 
 def narrow_bits(x: torch.Tensor) -> torch.Tensor:
@@ -136,19 +136,9 @@ def narrow_bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(integer) & mask
 
 
-def of_narrow_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the float32 values of `narrow_bits` of a tensor of `dtype`."""
-    return bits.view(dtype).float()
-
-
 def amax_bits(amax: torch.Tensor) -> torch.Tensor:
     """Return the bits of float32 values with the sign cleared, as int32; the integers of MAX all-reduces."""
     return amax.view(torch.int32) & KEY_MASK
-
-
-def of_amax_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Return the float32 values whose bits are the int32 `bits`."""
-    return bits.view(torch.float32)
 
 
 # ---------------------------------------------------------------- scales
@@ -162,20 +152,21 @@ def scale_from_amax(
     The operations are those of NumPy's definition, in the same order.
     """
     # By its bits: compiled for a GPU, an absolute value flushes subnormals to zero.
-    bits = amax_bits(as_float32(amax, "amax"))
+    bits = as_float32(amax, "amax").view(torch.int32) & KEY_MASK
     if policy.stable:
         bits = _rounded_bits(bits, fmt, stable_zero_key(fmt))
-    value = of_amax_bits(bits)
+    value = bits.view(torch.float32)
     if policy.formula == "e8m0":
         return scale_of_e8m0(e8m0_from_amax(value, fmt, policy.mx_mode))
     if policy.formula == "descale":
         # By its bits, so that it is rounded: compiled by torch 2.11, two conversions in a row become one.
-        return divide(1.0, of_amax_bits(amax_bits(scale_inv_from_amax(value, fmt, policy))))
+        return divide(1.0, amax_bits(scale_inv_from_amax(value, fmt, policy)).view(torch.float32))
+    value = _at_least_eps(value, policy) if policy.eps else value
     if policy.formula == "divide_then_margin":
         # The quotient may overflow before the margin brings it back, as it does in flax and MS-AMP.
-        scale = divide(fmt.max, _at_least_eps(value, policy)) * 2.0**-policy.margin
+        scale = divide(fmt.max, value) * 2.0**-policy.margin
     else:
-        scale = divide(fmt.max * 2.0**-policy.margin, _at_least_eps(value, policy))
+        scale = divide(fmt.max * 2.0**-policy.margin, value)
     scale = limited(scale, policy.lower, policy.upper)  # NaN is replaced below
     if policy.power_of_2:
         # Clearing the mantissa is an exact floor; exp2(floor(log2(scale))) rounds up just below powers of two.
@@ -191,7 +182,8 @@ def scale_inv_from_amax(
     """Return the float32 scale back from FP8; see `fp8_common.amax_to_scale_inv`."""
     if policy.formula != "descale":
         return divide(1.0, scale_from_amax(amax, fmt, policy, prev))
-    value = _at_least_eps(of_amax_bits(amax_bits(as_float32(amax, "amax"))), policy)
+    value = amax_bits(as_float32(amax, "amax")).view(torch.float32)
+    value = _at_least_eps(value, policy) if policy.eps else value
     descale = _quotient(value, torch.full_like(value, fmt.max))
     return _power_of_2_above(descale) if policy.power_of_2 else descale
 
@@ -208,11 +200,13 @@ def limited(x: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
 
 def divide(numerator: float, x: torch.Tensor) -> torch.Tensor:
     """Return RN32(numerator / x), IEEE division of float32 tensors."""
-    if numerator == 1 and not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if numerator == 1 and not compiling:
         return torch.reciprocal(x)  # one IEEE division, and one launch
     # Numerators are tensors: torch computes `number / tensor` as `tensor.reciprocal() * number`, which rounds twice;
     # with the numerator 448, the last bit differs for 27 % of values.
-    return _quotient(torch.full_like(x, numerator), x)
+    above = torch.full_like(x, numerator)
+    return _quotient(above, x) if compiling else torch.div(above, x)
 
 
 def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -266,7 +260,7 @@ def _rounded_bits(bits: torch.Tensor, fmt: Format, zero: int = 0) -> torch.Tenso
 
 def _at_least_eps(amax: torch.Tensor, policy: ScalePolicy) -> torch.Tensor:
     """Raise small amax to eps; NaN is not less than eps and stays."""
-    return torch.where(amax < policy.eps, torch.full_like(amax, policy.eps), amax) if policy.eps else amax
+    return torch.where(amax < policy.eps, torch.full_like(amax, policy.eps), amax)
 
 
 def _replace_unusable(scale: torch.Tensor, bits: torch.Tensor, policy: ScalePolicy, prev: torch.Tensor) -> torch.Tensor:
@@ -296,7 +290,7 @@ def update_history(history: torch.Tensor, amax: torch.Tensor, algo: str) -> tupl
     window, bits = as_float32(history, "history"), amax_bits(as_float32(amax, "amax"))
     check_history(tuple(window.shape), tuple(bits.shape), algo)
     # cat instead of a write into slot 0: one new tensor, nothing in place.
-    rolled = torch.cat([of_amax_bits(bits)[None], torch.roll(window, -1, 0)[1:]])
+    rolled = torch.cat([bits.view(torch.float32)[None], torch.roll(window, -1, 0)[1:]])
     # An observation that is not finite leaves the whole history of that tensor, unrolled.
     updated = torch.where(bits >= INF_KEY, window, rolled)
     return updated, reduce_history(updated, algo)

@@ -26,15 +26,16 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tens
     if torch.compiler.is_compiling():
         # nothing is added to the product, which compilers would contract
         return cast(nan_where_infinite(as_float32(x)) * scale, fmt)
-    finite = amax is not None and _known_finite(amax)
-    count = _pieces(x, scale)
+    scale = as_float32(scale, "scale")
+    finite, fits = amax is not None and _known_finite(amax), _broadcasts_to(scale, x)
+    count = _pieces(x, fits)
     if count < 2:
-        return _in_range(x, scale, fmt, finite).to(torch_dtype(fmt))
+        return _in_range(x, scale, fmt, finite, fits).to(torch_dtype(fmt))
     codes = torch.empty_like(x, dtype=torch_dtype(fmt))
     own = scale.ndim == x.ndim and len(scale) > 1
     scales = scale.tensor_split(count) if own else [scale] * count
     for part, its_scale, target in zip(x.tensor_split(count), scales, codes.tensor_split(count), strict=True):
-        target.copy_(_in_range(part, its_scale, fmt, finite))
+        target.copy_(_in_range(part, its_scale, fmt, finite, fits))
     return codes
 
 
@@ -43,20 +44,20 @@ def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, rando
     return cast_stochastic(nan_where_infinite(as_float32(x)) * as_float32(scale, "scale"), fmt, random_bits)
 
 
-def _in_range(x: torch.Tensor, scale: torch.Tensor, fmt: Format, finite: bool) -> torch.Tensor:
-    value, scale = as_float32(x), as_float32(scale, "scale")
+def _in_range(x: torch.Tensor, scale: torch.Tensor, fmt: Format, finite: bool, fits: bool) -> torch.Tensor:
+    value = as_float32(x)
     if not finite:
         value = nan_where_infinite(value)
-    # In place where the result has the shape of x: another buffer costs more than the product.
-    product = value.mul_(scale) if _broadcasts_to(scale, value) and value is not x else value * scale
+    # In place where the result has the shape of x (`fits`): another buffer costs more than the product.
+    product = value.mul_(scale) if fits and value is not x else value * scale
     return product.clamp_(-fmt.max, fmt.max)  # for why see `cast`
 
 
-def _pieces(x: torch.Tensor, scale: torch.Tensor) -> int:
+def _pieces(x: torch.Tensor, fits: bool) -> int:
     """Return in how many pieces along its first dimension `x` is cast: several of a large tensor on a CPU."""
     if x.device.type != "cpu" or x.ndim == 0 or isinstance(x, FakeTensor) or not x.is_contiguous():
         return 1
-    if not _broadcasts_to(scale, x) or (x.requires_grad and torch.is_grad_enabled()):
+    if not fits or (x.requires_grad and torch.is_grad_enabled()):
         return 1
     return min(x.numel() // (PIECE * torch.get_num_threads()), len(x))
 

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from fp8_common import Fp8Error
 from fp8_common.torch.compat import local_of, version_of
-from fp8_common.torch.sharding import fsdp
-from fp8_common.torch.sharding.agreement import group_of_parts
+from fp8_common.torch_layers.sharding import fsdp
+from fp8_common.torch_layers.sharding.agreement import group_of_parts
 from fp8_te_init.masters.values import gradient_elsewhere, new_master, tell_of_master
 from fp8_te_init.te import TeWeight, fp8_of, kind_of
 from fp8_te_init.weight.all_gather import quantize_together

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fp8_common import Fp8Error
 from fp8_common.torch.compat import local_of
-from fp8_common.torch.sharding.agreement import group_of_parts, max_over_ranks
+from fp8_common.torch_layers.sharding.agreement import group_of_parts, max_over_ranks
 from fp8_te_init.errors import MissingInitError, StaleInitError
 from fp8_te_init.masters.dither import dithered
 from fp8_te_init.masters.optimizer import MASTER, MasterOptimizer

@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8_common import Fp8UnsupportedError
 from fp8_common.torch.compat import local_of
-from fp8_common.torch.sharding.fsdp import region_of
+from fp8_common.torch_layers.sharding.fsdp import region_of
 from fp8_te_init.published.weight import published_of
 
 _ADAPTER = re.compile(r"\.lora_|^lora_")

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error, Fp8UnsupportedError, get_recipe
 from fp8_common.torch.compat import disable_compiler, distributed_like, local_of
-from fp8_common.torch.linear.config import LinearConfig
-from fp8_common.torch.linear.function import LinearSpec, fp8_linear
 from fp8_common.torch.quantized import Quantized
+from fp8_common.torch_layers.linear.config import LinearConfig
+from fp8_common.torch_layers.linear.function import LinearSpec, fp8_linear
 from fp8_te_init.published.weight import CODES, PublishedWeight, operand_of, published_of
 
 Multiply = Literal["decoded", "fp8"]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_common.torch.compat import local_of
-from fp8_common.torch.sharding.fsdp import region_of
+from fp8_common.torch_layers.sharding.fsdp import region_of
 from fp8_te_init.published.adapters import is_adapter, start_adapter
 from fp8_te_init.published.files import BLOCK, DTYPES, Checkpoint
 from fp8_te_init.published.layers import STACKS, Multiply, hold_linear, hold_stack

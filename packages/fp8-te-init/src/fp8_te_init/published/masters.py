@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 
 from fp8_common import CastRecipe, Fp8Error, Fp8UnsupportedError
 from fp8_common.torch.compat import distributed_like, local_of
-from fp8_common.torch.sharding.agreement import group_of_parts, max_by_group
-from fp8_common.torch.sharding.fsdp import region_of
-from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
+from fp8_common.torch_layers.sharding.agreement import group_of_parts, max_by_group
+from fp8_common.torch_layers.sharding.fsdp import region_of
+from fp8_common.torch_layers.sharding.scale_grid import Region, ScaleGrid
 from fp8_te_init.published.weight import CODES, E4M3, Stored, published_of, scales_in_float32
 
 GRANULARITIES = {None: "tensorwise", (1, 0): "rowwise", (128, 128): "blockwise_128x128"}

@@ -28,7 +28,7 @@ from fp8_common.torch.compat import (
 )
 from fp8_common.torch.numerics import scale_inv_of_e8m0
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch.sharding.fsdp import pad_rows, unpad
+from fp8_common.torch_layers.sharding.fsdp import pad_rows, unpad
 
 aten = torch.ops.aten
 

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_common.torch import casts
 from fp8_common.torch.compat import local_of
-from fp8_common.torch.sharding import fsdp
-from fp8_common.torch.sharding.agreement import group_of_parts, max_by_group
-from fp8_common.torch.sharding.gathered import finish_gather
+from fp8_common.torch_layers.sharding import fsdp
+from fp8_common.torch_layers.sharding.agreement import group_of_parts, max_by_group
+from fp8_common.torch_layers.sharding.gathered import finish_gather
 from fp8_te_init.weight.state import Record, WeightState
 
 

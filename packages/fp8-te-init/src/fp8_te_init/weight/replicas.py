@@ -9,7 +9,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8_common import Fp8Error
-from fp8_common.torch.sharding.agreement import max_over_ranks
+from fp8_common.torch_layers.sharding.agreement import max_over_ranks
 from fp8_te_init.weight.checkpoint import is_scale
 from fp8_te_init.weight.state import WeightState
 from fp8_te_init.weight.tensor import primary_of

@@ -15,7 +15,7 @@ import torch
 from fp8_common import CastRecipe, Format, Fp8Error
 from fp8_common.torch import casts, decoding, numerics, torch_dtype, update_history
 from fp8_common.torch.compat import local_of, version_of
-from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
+from fp8_common.torch_layers.sharding.scale_grid import Region, ScaleGrid
 from fp8_te_init.errors import StaleInitError
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from fp8_common.torch.compat import (
     wrapper_of,
     written_tensors,
 )
-from fp8_common.torch.sharding.scale_grid import Region
+from fp8_common.torch_layers.sharding.scale_grid import Region
 from fp8_te_init.weight import all_gather
 from fp8_te_init.weight.state import WeightState
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8_common import E4M3, Fp8Error
 from fp8_common.torch.casts import MX_BLOCK, quantize_mx
 from fp8_common.torch.decoding import dequantize_mx
-from fp8_common.torch.sharding.fsdp import Shard
+from fp8_common.torch_layers.sharding.fsdp import Shard
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 
 MODE = "rceil"

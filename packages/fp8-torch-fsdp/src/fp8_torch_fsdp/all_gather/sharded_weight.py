@@ -24,8 +24,8 @@ from fp8_common.torch.compat import (
     wrapper_of,
     written_tensors,
 )
-from fp8_common.torch.sharding.fsdp import unpad
-from fp8_common.torch.sharding.gathered import finish_gather
+from fp8_common.torch_layers.sharding.fsdp import unpad
+from fp8_common.torch_layers.sharding.gathered import finish_gather
 from fp8_torch_fsdp.all_gather.fsdp1 import refuse_fsdp1
 from fp8_torch_fsdp.scales.slot import Sent, Slot
 from fp8_torch_fsdp.scales.sync import ScaleSync

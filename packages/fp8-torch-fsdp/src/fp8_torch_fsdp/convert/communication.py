@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8_common import Fp8Error, Fp8UnsupportedError, GradientCompression, Rule, Rules, select_modules
-from fp8_common.torch.sharding.fsdp import Shard, check_gathers, named_shards, shards
+from fp8_common.torch_layers.sharding.fsdp import Shard, check_gathers, named_shards, shards
 from fp8_torch_fsdp.all_gather.collective import Float8AllGather, GatheredMatrix
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.convert.roles import roles_of

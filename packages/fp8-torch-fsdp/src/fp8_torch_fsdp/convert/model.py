@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error, Recipe
 from fp8_common.torch.compat import map_local
-from fp8_common.torch.sharding.fsdp import shards
+from fp8_common.torch_layers.sharding.fsdp import shards
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight, WeightInfo
 from fp8_torch_fsdp.config import Float8LinearConfig
 from fp8_torch_fsdp.convert import fast_path

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from fp8_common import Fp8Error
-from fp8_common.torch.sharding.replaced import MARK, mark_replaced
+from fp8_common.torch_layers.sharding.replaced import MARK, mark_replaced
 
 _OWN = {"plain", "info", MARK}
 """What belongs to an FP8 wrapper, and what says what became of the old parameter."""

@@ -9,8 +9,8 @@ from torch.nn.parameter import is_lazy
 
 from fp8_common import E4M3
 from fp8_common.torch.compat import local_of
-from fp8_common.torch.sharding.fsdp import shards
-from fp8_common.torch.sharding.gathered import GatheredWeight
+from fp8_common.torch_layers.sharding.fsdp import shards
+from fp8_common.torch_layers.sharding.gathered import GatheredWeight
 from fp8_torch_fsdp.all_gather.collective import Float8AllGather, coded_bytes
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.convert.expert_layouts import is_conv1d, layout_of

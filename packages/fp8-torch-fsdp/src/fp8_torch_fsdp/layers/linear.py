@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from fp8_common.torch.compat import local_of
-from fp8_common.torch.sharding.gathered import GatheredWeight
+from fp8_common.torch_layers.sharding.gathered import GatheredWeight
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.config import Float8LinearConfig
 from fp8_torch_fsdp.layers.module import Float8Module, WeightLayout

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error
 from fp8_common.torch.kept import KeptCast, kept_cast
-from fp8_common.torch.linear.config import LinearConfig
-from fp8_common.torch.linear.function import Gather, LinearSpec, fp8_linear
-from fp8_common.torch.linear.plan import Decided
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch.sharding.gathered import GatheredWeight, quantized
+from fp8_common.torch_layers.linear.config import LinearConfig
+from fp8_common.torch_layers.linear.function import Gather, LinearSpec, fp8_linear
+from fp8_common.torch_layers.linear.plan import Decided
+from fp8_common.torch_layers.sharding.gathered import GatheredWeight, quantized
 from fp8_torch_fsdp.all_gather.fsdp1 import refuse_fsdp1
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.all_gather.state_dict import forget_state_dict_hooks, keep_state_dicts_plain

@@ -16,8 +16,8 @@ from torch import nn
 
 from fp8_common import CastRecipe, Fp8Error
 from fp8_common.torch import casts, delayed, foreach
-from fp8_common.torch.compat import copy_each, keep_versions
-from fp8_common.torch.sharding.fsdp_forwards import in_backward
+from fp8_common.torch.compat import copy_each, keep_address, keep_versions
+from fp8_common.torch_layers.sharding.fsdp_forwards import in_backward
 from fp8_torch_fsdp.scales.stale import nan_if_stale
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,13 @@ class DelayedScale(nn.Module):
         for name, dtype in zip(BUFFERS, _DTYPES, strict=True):
             shape = (*self.shape, cast.policy.history) if name == "history" else self.shape
             self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+        self._keep_addresses()
         self.reset_parameters()
+
+    def _keep_addresses(self) -> None:
+        # or compilers make no CUDA graph of a forward under FSDP2 that writes to them
+        for buffer in self.buffers():
+            keep_address(buffer)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -112,6 +118,7 @@ class DelayedScale(nn.Module):
             return moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
 
         super()._apply(move, recurse)
+        self._keep_addresses()
         if was_meta and not self.scale.is_meta:
             self.reset_parameters()
         return self

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fp8_common.torch.sharding import fsdp_forwards as fsdp
+from fp8_common.torch_layers.sharding import fsdp_forwards as fsdp
 from fp8_torch_fsdp.scales.slot import Sent, Slot
 
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_common.torch.sharding.agreement import group_of_ranks, ranks_along
-from fp8_common.torch.sharding.fsdp import Shard
+from fp8_common.torch_layers.sharding.agreement import group_of_ranks, ranks_along
+from fp8_common.torch_layers.sharding.fsdp import Shard
 from fp8_torch_fsdp.scales.delayed import DelayedScale
 from fp8_torch_fsdp.scales.slot import Slot
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fp8_common.torch.compat import forward_hooks
-from fp8_common.torch.sharding import fsdp
+from fp8_common.torch_layers.sharding import fsdp
 from fp8_torch_fsdp.scales.sync import ScaleSync, sync_of
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8_common import Fp8Error
-from fp8_common.torch.sharding.fsdp_forwards import in_backward
+from fp8_common.torch_layers.sharding.fsdp_forwards import in_backward
 from fp8_torch_fsdp import _compat as compat
 from fp8_torch_fsdp.scales.delayed import BUFFERS, DelayedScale
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from fp8_common import Format, Fp8StaleError
 from fp8_common.torch import casts, foreach
-from fp8_common.torch.sharding.fsdp import Shard, check_gathers, pad_rows
-from fp8_common.torch.sharding.scale_grid import Region
+from fp8_common.torch_layers.sharding.fsdp import Shard, check_gathers, pad_rows
+from fp8_common.torch_layers.sharding.scale_grid import Region
 from fp8_torch_fsdp.scales.delayed import in_use
 from fp8_torch_fsdp.scales.weight_cast import WeightCast
 

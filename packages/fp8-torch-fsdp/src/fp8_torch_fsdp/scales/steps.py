@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fp8_common import Fp8Error
-from fp8_common.torch.sharding.fsdp import shards
+from fp8_common.torch_layers.sharding.fsdp import shards
 
 _roots: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _watched: "weakref.WeakSet[Any]" = weakref.WeakSet()

@@ -20,10 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error
-from fp8_common.torch.sharding import fsdp, fsdp_forwards
-from fp8_common.torch.sharding.agreement import max_over_ranks
-from fp8_common.torch.sharding.fsdp_forwards import in_backward
-from fp8_common.torch.sharding.replaced import watch_optimizers
+from fp8_common.torch_layers.sharding import fsdp, fsdp_forwards
+from fp8_common.torch_layers.sharding.agreement import max_over_ranks
+from fp8_common.torch_layers.sharding.fsdp_forwards import in_backward
+from fp8_common.torch_layers.sharding.replaced import watch_optimizers
 from fp8_torch_fsdp.scales import delayed, steps
 from fp8_torch_fsdp.scales.delayed import DelayedScale, delayed_scales
 from fp8_torch_fsdp.scales.forwards import Forwards

@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 from fp8_common import CastRecipe
 from fp8_common.torch import casts
-from fp8_common.torch.linear.operand import quantize_tensorwise
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch.sharding.agreement import max_over_ranks
-from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
+from fp8_common.torch_layers.linear.operand import quantize_tensorwise
+from fp8_common.torch_layers.sharding.agreement import max_over_ranks
+from fp8_common.torch_layers.sharding.scale_grid import Region, ScaleGrid
 from fp8_torch_fsdp.scales.delayed import DelayedScale
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch.sharding.gathered import GatheredWeight
+from fp8_common.torch_layers.sharding.gathered import GatheredWeight
 
 Cast = Callable[[torch.Tensor], Quantized]
 """Quantizes a local matrix [rows, columns] with the scale that all ranks share."""

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from fp8_common.torch.linear.operand import quantize_tensorwise
 from fp8_common.torch.quantized import Quantized
+from fp8_common.torch_layers.linear.operand import quantize_tensorwise
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.layers.module import Distribution, with_bias
 from fp8_torch_fsdp.tensor_parallel.exchange import Cast, GatherInput, Place, ReduceOutput

@@ -13,7 +13,7 @@ import torch
 
 from fp8_common.torch import torch_dtype
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch.sharding.fsdp import pad_rows, unpad
+from fp8_common.torch_layers.sharding.fsdp import pad_rows, unpad
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.layers.module import Distribution, with_bias
 from fp8_torch_fsdp.scales.slot import Slot

@@ -7,9 +7,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error
-from fp8_common.torch.sharding.agreement import group_of_ranks
-from fp8_common.torch.sharding.replaced import mark_replaced
-from fp8_common.torch.sharding.scale_grid import Region
+from fp8_common.torch_layers.sharding.agreement import group_of_ranks
+from fp8_common.torch_layers.sharding.replaced import mark_replaced
+from fp8_common.torch_layers.sharding.scale_grid import Region
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.scales.delayed import delayed_scales

@@ -7,8 +7,8 @@ import torch
 
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch.kept import KeptCast, kept_cast
-from fp8_common.torch.linear.config import LinearConfig
-from fp8_common.torch.linear.matmul import MatmulOptions, should_emulate
+from fp8_common.torch_layers.linear.config import LinearConfig
+from fp8_common.torch_layers.linear.matmul import MatmulOptions, decoded_dtype, should_emulate
 
 Value = TypeVar("Value")
 
@@ -35,7 +35,7 @@ class LinearPlan(NamedTuple):
     """What is decided once.
 
     Attributes:
-        input: The launches that cast contiguous inputs [rows, columns]; None where `Rows.quantize` decides each time.
+        input: The cast of contiguous inputs [rows, columns]; None where `Rows.quantize` decides each time.
         grad_output: The same of contiguous gradients [rows, out_features].
         output: How the matmul that makes the output runs.
         grad_input: The same of the gradient of the input.
@@ -81,15 +81,15 @@ def decide(
     return LinearPlan(
         launches(config.input, shared.input, x.shape[-1]),
         launches(config.grad_output, shared.grad_output, out_features, fold=shared.folds),
-        options(config, "output", x.dtype, x.device, grouped, compiled),
-        options(config, "grad_input", x.dtype, x.device, grouped, compiled),
-        options(config, "grad_weight", dtype, x.device, grouped, compiled),
+        options(config, "output", x.dtype, x.device, grouped),
+        options(config, "grad_input", x.dtype, x.device, grouped),
+        options(config, "grad_weight", dtype, x.device, grouped),
         compiled,
     )
 
 
 def options(
-    config: LinearConfig, product: str, out_dtype: torch.dtype, device: torch.device, grouped: bool, compiled: bool
+    config: LinearConfig, product: str, out_dtype: torch.dtype, device: torch.device, grouped: bool
 ) -> MatmulOptions:
     """Return how one of the three matmuls runs."""
     fast = getattr(config.gemms, f"fast_accum_{product}")
@@ -100,5 +100,5 @@ def options(
         # the weight's gradient is contracted over tokens, whose number is nobody's choice
         pad_inner=config.pad_inner_dim or product == "grad_weight",
         pad_outer=config.pad_inner_dim,
-        compiled=compiled,
+        decoded=decoded_dtype(device, out_dtype),
     )

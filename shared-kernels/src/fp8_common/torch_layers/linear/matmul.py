@@ -22,9 +22,9 @@ from fp8_common.torch import casts, decoding
 from fp8_common.torch._operators import operator
 from fp8_common.torch.blocks import split_blocks
 from fp8_common.torch.compat import Scaling, assume_constant_result, multiplies_bfloat16, scaled_mm
-from fp8_common.torch.linear.operand import BLOCK_1X128
-from fp8_common.torch.linear.segments import transposed_rows
 from fp8_common.torch.quantized import Quantized
+from fp8_common.torch_layers.linear.operand import BLOCK_1X128
+from fp8_common.torch_layers.linear.segments import transposed_rows
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class MatmulOptions(NamedTuple):
         pad_inner: Pad the contracted dimension with zeros up to a multiple of 16 for the hardware; otherwise other
             sizes are an error there.
         pad_outer: The same of the rows of the second operand.
-        compiled: Whether a compiler traces the matmul, and copies scales that do not lie as cuBLAS wants them.
+        decoded: The dtype that emulated codes are decoded to, as `decoded_dtype` returns it; None asks anew.
     """
 
     out_dtype: torch.dtype
@@ -63,7 +63,7 @@ class MatmulOptions(NamedTuple):
     use_fast_accum: bool = False
     pad_inner: bool = False
     pad_outer: bool = False
-    compiled: bool = False
+    decoded: torch.dtype | None = None
 
 
 def should_emulate(device: torch.device, emulate: Literal["auto"] | bool) -> bool:
@@ -140,19 +140,19 @@ def matmul(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
         native = not options.emulate and applies_blocks(a, b, options.out_dtype)
         return (_matmul_blocks if native else _matmul_dequantized)(a, b, options.out_dtype)
     if options.emulate:
-        return _matmul_decoded(a, b, options.out_dtype)
+        return _matmul_decoded(a, b, options)
     return _matmul_scaled(a, b, options)
 
 
-def _matmul_decoded(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
-    exact = _multiplied_dtype(a.codes.device, out_dtype)
+def _matmul_decoded(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
+    exact = options.decoded or decoded_dtype(a.codes.device, options.out_dtype)
     # Scales afterwards, in float32: decoded values times scales would be rounded once more before the matmul.
     # Contiguous, however the codes lie: a matmul of transposed matrices adds up in another order.
     sums = _multiply(decoding.values(a.codes, a.fmt, exact), decoding.values(b.codes, b.fmt, exact)).float()
-    return scaled(sums, a.scale_inv, b.scale_inv).to(out_dtype)
+    return scaled(sums, a.scale_inv, b.scale_inv).to(options.out_dtype)
 
 
-def _multiplied_dtype(device: torch.device, out_dtype: torch.dtype) -> torch.dtype:
+def decoded_dtype(device: torch.device, out_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which `device` multiplies values that bfloat16 holds exactly, for a result in `out_dtype`."""
     # Not float16 for a result in float16: sums of codes overflow it. On CPUs without units for bfloat16 float32 is
     # several times faster, and rounds sums once.
@@ -174,7 +174,7 @@ def scaled(sums: torch.Tensor, a_inv: torch.Tensor, b_inv: torch.Tensor) -> torc
 def _matmul_dequantized(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
     # MX values are exact in bfloat16. Others are not: unless scales are powers of two, they would be rounded once more.
     both_mx = a.block == b.block == casts.MX_BLOCK
-    exact = _multiplied_dtype(a.codes.device, out_dtype) if both_mx else torch.float32
+    exact = decoded_dtype(a.codes.device, out_dtype) if both_mx else torch.float32
     return _multiply(_dequantized(a).to(exact), _dequantized(b).to(exact)).to(out_dtype)
 
 
@@ -199,10 +199,7 @@ def _dequantized(operand: Quantized) -> torch.Tensor:
 def _matmul_scaled(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
     a_codes = a.codes if a.codes.is_contiguous() else row_major(a.codes)
     b_codes = b.codes if b.codes.is_contiguous() else row_major(b.codes)
-    a_inv, b_inv = a.scale_inv, b.scale_inv
-    if not options.compiled:
-        a_inv, b_inv = _at_16_bytes(a_inv), _at_16_bytes(b_inv)
-    b_inv = b_inv if b_inv.ndim == 0 else _as_row(b_inv)
+    a_inv, b_inv = a.scale_inv, _as_row(b.scale_inv)
     # `scaled_mm` takes two scalars or scales of rows and columns, and no mixture.
     if a_inv.ndim != b_inv.ndim:
         a_inv = a_inv.expand(a_codes.shape[0], 1).contiguous()
@@ -224,11 +221,6 @@ def _matmul_scaled(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.
     y = scaled_mm(a_codes, b_codes.t(), a_inv, b_inv, (scaling, scaling), out_dtype=made_in, use_fast_accum=fast)
     y = y if made_in == options.out_dtype else y.to(options.out_dtype)
     return y if y.shape[1] == columns else y[:, :columns].contiguous()
-
-
-def _at_16_bytes(scale: torch.Tensor) -> torch.Tensor:
-    """Return a scale, copied if it is one among others: cuBLAS refuses a scalar at an odd address."""
-    return scale if scale.ndim or scale.storage_offset() % 4 == 0 else scale.clone()
 
 
 def _on_cuda(tensor: torch.Tensor) -> bool:

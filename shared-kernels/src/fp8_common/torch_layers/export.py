@@ -18,9 +18,9 @@ from fp8_common.recipe import CastRecipe
 from fp8_common.torch.casts import reciprocal, scale_from_amax
 from fp8_common.torch.compat import local_of
 from fp8_common.torch.kept import ScaleState
-from fp8_common.torch.sharding.agreement import group_of_parts, max_by_group
-from fp8_common.torch.sharding.fsdp import region_of
-from fp8_common.torch.sharding.scale_grid import ScaleGrid
+from fp8_common.torch_layers.sharding.agreement import group_of_parts, max_by_group
+from fp8_common.torch_layers.sharding.fsdp import region_of
+from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
 
 Layout = Literal["compressed-tensors", "deepseek"]
 

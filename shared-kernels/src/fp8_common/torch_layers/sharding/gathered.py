@@ -21,8 +21,8 @@ from fp8_common.torch.compat import (
 )
 from fp8_common.torch.numerics import scale_inv_of_e8m0, torch_dtype
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch.sharding.fsdp import unpad
-from fp8_common.torch.sharding.scale_grid import ScaleGrid
+from fp8_common.torch_layers.sharding.fsdp import unpad
+from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
 
 aten = torch.ops.aten
 
@@ -164,7 +164,11 @@ def quantized(gathered: GatheredWeight) -> Quantized:
     """Return codes and scales of a gathered weight as an operand."""
     # no method: compilers trace methods of tensor subclasses as operators, which return tensors
     scale_inv = gathered.scale_inv
-    scale_inv = scale_inv_of_e8m0(scale_inv) if scale_inv.dtype == torch.uint8 else scale_inv
+    if scale_inv.dtype == torch.uint8:
+        scale_inv = scale_inv_of_e8m0(scale_inv)
+    elif not torch.compiler.is_compiling() and scale_inv.ndim == 0 and scale_inv.storage_offset() % 4:
+        # one among those of all weights: cuBLAS refuses a scalar at an odd address, compilers copy it
+        scale_inv = scale_inv.clone()
     return Quantized(gathered.codes, scale_inv, FORMATS[gathered.fmt], gathered.block)
 
 

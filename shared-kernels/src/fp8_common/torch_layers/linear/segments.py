@@ -19,8 +19,6 @@ from fp8_common.torch.numerics import (
     amax_over,
     check_input_dtype,
     narrow_bits,
-    of_amax_bits,
-    of_narrow_bits,
     torch_dtype,
 )
 
@@ -145,7 +143,7 @@ def segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_column
     if takes(x):
         plan = plans().group_amax(*x.shape, count, name_of(x.dtype), columns=per_column)
         bits = launch(plan, x.device, x_ptr=x.contiguous(), group_ptr=segments)[0]
-        return of_amax_bits(bits)
+        return bits.view(torch.float32)
     if per_column and x.device.type == "cpu":
         # one segment after the other: torch's reduction by index takes several times as long there
         ends = torch.searchsorted(segments, torch.arange(count + 1, dtype=segments.dtype)).tolist()
@@ -154,14 +152,14 @@ def segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_column
         for segment, (start, end) in enumerate(itertools.pairwise(ends)):
             if start < end:
                 torch.amax(narrow[start:end], 0, out=found[segment])
-        return of_narrow_bits(found, x.dtype)
+        return found.view(x.dtype).float()
     # Bits, as in every MAX of this package: integers keep NaN, and their maximum does not depend on an order.
     bits = amax_bits(check_input_dtype(x).float() if per_column else amax_over(x, (1,), keepdim=False))
     # one more, for the rows that are in none
     found = bits.new_zeros((count + 1, *bits.shape[1:]))
     places = segments.long()[:, None].expand_as(bits) if per_column else segments.long()
     found.scatter_reduce_(0, places, bits, "amax")
-    return of_amax_bits(found[:count])
+    return found[:count].view(torch.float32)
 
 
 def casts_columns(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> bool:

@@ -16,14 +16,14 @@ from fp8_common.errors import Fp8Error, Fp8StaleError, Fp8UnsupportedError
 from fp8_common.torch.casts import MX_BLOCK
 from fp8_common.torch.compat import in_function_transform
 from fp8_common.torch.kept import KeptCast, RowsCast, ScaleState
-from fp8_common.torch.linear.config import LinearConfig
-from fp8_common.torch.linear.grouped import RowGroups
-from fp8_common.torch.linear.matmul import MatmulOptions
-from fp8_common.torch.linear.operand import quantize_operand
-from fp8_common.torch.linear.plan import Decided, LinearPlan, decide
-from fp8_common.torch.linear.rows import ROWS, Rows
 from fp8_common.torch.quantized import Quantized, transpose
-from fp8_common.torch.sharding.gathered import GatheredWeight
+from fp8_common.torch_layers.linear.config import LinearConfig
+from fp8_common.torch_layers.linear.grouped import RowGroups
+from fp8_common.torch_layers.linear.matmul import MatmulOptions
+from fp8_common.torch_layers.linear.operand import quantize_operand
+from fp8_common.torch_layers.linear.plan import Decided, LinearPlan, decide
+from fp8_common.torch_layers.linear.rows import ROWS, Rows
+from fp8_common.torch_layers.sharding.gathered import GatheredWeight
 
 
 class Gather(Protocol):

@@ -13,12 +13,12 @@ from fp8_common.recipe import CastRecipe
 from fp8_common.torch import casts
 from fp8_common.torch._operators import policy_key
 from fp8_common.torch.kept import ScaleState
-from fp8_common.torch.linear import grouped_matmul, segments
-from fp8_common.torch.linear.matmul import MatmulOptions
-from fp8_common.torch.linear.operand import quantize_operand
-from fp8_common.torch.linear.rows import Rows
-from fp8_common.torch.linear.segments import BLOCK, Groups
 from fp8_common.torch.quantized import Quantized
+from fp8_common.torch_layers.linear import grouped_matmul, segments
+from fp8_common.torch_layers.linear.matmul import MatmulOptions
+from fp8_common.torch_layers.linear.operand import quantize_operand
+from fp8_common.torch_layers.linear.rows import Rows
+from fp8_common.torch_layers.linear.segments import BLOCK, Groups
 
 
 class RowGroups(Groups, Rows):

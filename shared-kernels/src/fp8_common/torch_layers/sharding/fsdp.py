@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fp8_common.errors import Fp8Error, Fp8UnsupportedError
-from fp8_common.torch.sharding.agreement import group_of_ranks, ranks_along
-from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
+from fp8_common.torch_layers.sharding.agreement import group_of_ranks, ranks_along
+from fp8_common.torch_layers.sharding.scale_grid import Region, ScaleGrid
 
 try:
     from torch.distributed._composable_state import _module_state_mapping

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fp8_common.torch.compat import disable_compiler
-from fp8_common.torch.sharding.fsdp import state_of
+from fp8_common.torch_layers.sharding.fsdp import state_of
 
 
 def in_backward() -> bool:

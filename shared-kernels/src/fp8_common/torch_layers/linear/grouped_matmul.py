@@ -17,9 +17,9 @@ from fp8_common.torch._operators import operator
 from fp8_common.torch.blocks import block_of
 from fp8_common.torch.compat import assume_constant_result, scaled_grouped_mm
 from fp8_common.torch.decoding import values
-from fp8_common.torch.linear.matmul import ALIGNMENT, MatmulOptions, device_capability, matmul
-from fp8_common.torch.linear.segments import BLOCK, PADDED, Groups, check_offsets, transposed_rows, zero_rows
 from fp8_common.torch.quantized import Quantized
+from fp8_common.torch_layers.linear.matmul import ALIGNMENT, MatmulOptions, device_capability, matmul
+from fp8_common.torch_layers.linear.segments import BLOCK, PADDED, Groups, check_offsets, transposed_rows, zero_rows
 
 CAPABILITY = (9, 0)
 """The compute capability for which torch has grouped FP8 matmuls with scales of rows: later ones have MX scales."""
@@ -237,7 +237,8 @@ def grouped_matmul_op(
     first = Quantized(a, a_inv, FORMATS[a_fmt], block_of(a_block))
     second = Quantized(b, b_inv, FORMATS[b_fmt], block_of(b_block))
     each = _each_over_rows if over_rows else _each_rows
-    return each(first, second, offsets, MatmulOptions(out_dtype, *options))  # not compiled: what was traced runs now
+    emulate, fast, inner, outer = options
+    return each(first, second, offsets, MatmulOptions(out_dtype, emulate, fast, inner, outer))
 
 
 @operator(fake=lambda a, b, offsets: a.new_empty((offsets.shape[0], a.shape[1], b.shape[1])))

@@ -7,10 +7,10 @@ import torch
 
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch.kept import ScaleState
-from fp8_common.torch.linear.matmul import matmul
-from fp8_common.torch.linear.operand import quantize_folded, quantize_operand
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch.sharding.gathered import GatheredWeight, quantized
+from fp8_common.torch_layers.linear.matmul import matmul
+from fp8_common.torch_layers.linear.operand import quantize_folded, quantize_operand
+from fp8_common.torch_layers.sharding.gathered import GatheredWeight, quantized
 
 
 class Rows:

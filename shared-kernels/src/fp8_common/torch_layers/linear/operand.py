@@ -9,9 +9,9 @@ from fp8_common.torch import casts
 from fp8_common.torch._operators import policy_key
 from fp8_common.torch.delayed import cast_delayed_op
 from fp8_common.torch.kept import ScaleState, quantize_delayed
-from fp8_common.torch.numerics import amax_bits, amax_of, of_amax_bits
+from fp8_common.torch.numerics import amax_bits, amax_of
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch.sharding.agreement import max_over_ranks
+from fp8_common.torch_layers.sharding.agreement import max_over_ranks
 
 BLOCK_1X128 = (1, 128)
 
@@ -95,7 +95,7 @@ def quantize_tensorwise(
     amax = casts.amax(x)
     if group is not None:
         (bits,), _ = max_over_ranks([amax_bits(amax)], group)
-        amax = of_amax_bits(bits)
+        amax = bits.view(torch.float32)
     scale = delayed.current(amax, record) if delayed is not None else casts.scale_from_amax(amax, fmt, cast.policy)
     return _quantize_with(x, scale, fmt, both=both)
 

@@ -14,7 +14,7 @@ from fp8_common.errors import Fp8Error
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch import casts
 from fp8_common.torch.blocks import Block, block_amax, broadcasts, scale_shape
-from fp8_common.torch.numerics import amax_bits, of_amax_bits
+from fp8_common.torch.numerics import amax_bits
 from fp8_common.torch.quantized import Quantized
 
 BLOCKS: dict[str, Block] = {
@@ -131,7 +131,7 @@ class ScaleGrid:
 
     def amax(self, bits: torch.Tensor, full_shape: torch.Size) -> torch.Tensor:
         """Return the float32 absolute maxima, of the shape of the scales, of reduced int32 `bits` [k]."""
-        return of_amax_bits(bits).view(self.shape(full_shape))
+        return bits.view(torch.float32).view(self.shape(full_shape))
 
     def scales(self, bits: torch.Tensor, full_shape: torch.Size) -> torch.Tensor:
         """Return the float32 scales of the whole weight from reduced int32 `bits` [k]."""
