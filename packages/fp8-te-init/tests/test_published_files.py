@@ -443,3 +443,18 @@ def test_attention_targets_are_what_adapters_take_in_a_mixture_of_experts(tmp_pa
     model = draw_adapters(adapt(loaded(write(tmp_path, MOE), MOE), ATTENTION))
     loss_of(model, batch(0)).backward()
     assert sum(parameter.grad is not None for parameter in model.parameters()) == 16
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_buffers_that_the_file_has_are_loaded_and_others_stay(tmp_path, persistent):
+    folder = write(tmp_path / "in")
+    bias = torch.randn(256)
+    write_tensors(folder, tensors_of(folder) | {"model.bias": bias}, json.loads((folder / "config.json").read_text()))
+    model = Llama(ODD)
+    model.model.register_buffer("bias", torch.empty(256, device="meta"), persistent=persistent)
+    model.model.register_buffer("inv_freq", torch.arange(3.0), persistent=persistent)
+    load_published(model, folder)
+    assert same(model.model.bias, bias)
+    assert model.model.inv_freq.tolist() == [0, 1, 2]
+    save_published(model, tmp_path / "out", folder)
+    assert same_files(folder, tmp_path / "out") == []

@@ -118,6 +118,8 @@ def hold_and_save(rank, world, folder, out, config):
         assert same(whole(parameter), values_of(tensors, key))
         held += len(weight)
     assert held
+    with torch.no_grad():
+        model(batch(0))  # leaves parameters of the root gathered
     save_published(model, out, folder)
     return loaded.bytes_read
 
@@ -211,3 +213,8 @@ def exchange_states(rank, world, folders, config):
         assert same(other(batch(0)).detach(), before)
         other, _ = sharded(folders[1], CONFIGS[config])
         assert not same(other(batch(0)).detach(), before)
+    with torch.no_grad():
+        other(batch(0))
+    load_published(other, folders[0])  # into shards, while what the root had is still gathered
+    other.reshard()
+    assert same(other(batch(0)).detach(), before)

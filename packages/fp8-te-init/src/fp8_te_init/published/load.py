@@ -19,7 +19,7 @@ from fp8_te_init.published.adapters import is_adapter, start_adapter
 from fp8_te_init.published.files import BLOCK, DTYPES, Checkpoint
 from fp8_te_init.published.layers import STACKS, Multiply, hold_linear, hold_stack
 from fp8_te_init.published.names import Part, Rename, name_in_file, parts
-from fp8_te_init.published.weight import CODES, PublishedWeight, Stored, published_of
+from fp8_te_init.published.weight import CODES, PublishedWeight, Stored, published_of, reshard
 
 logger = logging.getLogger(__name__)
 
@@ -249,12 +249,13 @@ def _refuse_experts(module: nn.Module, name: str, multiply: Multiply) -> None:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters, and buffers that state dicts hold, each once; scales belong to their weights."""
+    """Yield parameters and buffers, each once; scales belong to their weights."""
+    reshard(model)
     yield from model.named_parameters()
     for prefix, module in model.named_modules():
         scales = {f"{name}_scale_inv" for name, one in module._parameters.items() if published_of(one) is not None}
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set | scales:
+            if buffer is not None and name not in scales:
                 yield f"{prefix}.{name}".lstrip("."), buffer
 
 

@@ -12,7 +12,7 @@ from fp8_common.torch.compat import distributed_like, local_of
 from fp8_common.torch_layers.sharding.agreement import group_of_parts, max_by_group
 from fp8_common.torch_layers.sharding.fsdp import region_of
 from fp8_common.torch_layers.sharding.scale_grid import Region, ScaleGrid
-from fp8_te_init.published.weight import CODES, E4M3, Stored, published_of, scales_in_float32
+from fp8_te_init.published.weight import CODES, E4M3, Stored, published_of, reshard, scales_in_float32
 
 GRANULARITIES = {None: "tensorwise", (1, 0): "rowwise", (128, 128): "blockwise_128x128"}
 
@@ -43,6 +43,7 @@ class PublishedOptimizer:
     def __init__(self, optimizer: Callable[..., Optimizer], model: nn.Module, **options: Any) -> None:
         self._masters: list[tuple[nn.Parameter, nn.Parameter]] = []
         trained = []
+        reshard(model)
         for name, parameter in model.named_parameters():
             weight = published_of(parameter)
             if weight is None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
-from fp8_te_init.published.weight import CODES, E4M3, PublishedWeight, operand_of
+from fp8_te_init.published.weight import CODES, E4M3, PublishedWeight, operand_of, reshard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +130,7 @@ def merge_adapter(
 
 def _adapted(model: nn.Module, adapter: str) -> Iterator[tuple[str, Any]]:
     found = False
+    reshard(model)
     for name, layer in model.named_modules():
         base: Any = getattr(layer, "base_layer", None)
         weight = getattr(base, "weight", None)

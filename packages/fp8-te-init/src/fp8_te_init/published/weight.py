@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from fp8_common import FORMATS, Fp8Error, Fp8UnsupportedError
 from fp8_common.torch import decoding
@@ -239,6 +240,13 @@ def published_of(tensor: object) -> PublishedWeight | None:
     """Return the published weight behind a parameter, the local one of a DTensor; None if there is none."""
     local = local_of(tensor)
     return local if isinstance(local, PublishedWeight) else None
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 drop gathered parameters, as its state dicts do: what is read and written are shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def operand_of(weight: PublishedWeight) -> Quantized:
