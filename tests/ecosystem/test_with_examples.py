@@ -15,11 +15,15 @@ COMMANDS = {
     "train_fsdp2.py, HSDP": [*TORCHRUN, "train_fsdp2.py", "--steps", "8", "--replicas", "2", "--recipe", "rowwise"],
     "accelerate_transformers.py, alone": [sys.executable, "accelerate_transformers.py"],
     "accelerate_transformers.py": [*TORCHRUN, "accelerate_transformers.py"],
+    "finetune_published.py": [*TORCHRUN, "finetune_published.py"],
     "lightning_module.py, alone": [sys.executable, "lightning_module.py"],
     "lightning_module.py": [sys.executable, "lightning_module.py", "--devices", "2"],
 }
 # the first needs nothing of others, but runs with them, in `nox -s ecosystem`
-NEEDS = {"accelerate_transformers.py": ("accelerate", "transformers")}
+NEEDS = {
+    "accelerate_transformers.py": ("accelerate", "transformers"),
+    "finetune_published.py": ("transformers", "peft", "safetensors"),
+}
 
 
 def test_every_example_has_a_command():

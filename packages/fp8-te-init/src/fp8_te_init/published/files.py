@@ -1,0 +1,231 @@
+"""`Checkpoint`: the tensors of a folder of safetensors files, by name: headers first, then rows on demand.
+
+The format (https://github.com/huggingface/safetensors): 8 bytes with the length of the header, a JSON header with
+dtype, shape and place of each tensor, and their bytes, little-endian. The header decides how a layer is quantized.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fp8_common import Fp8Error, Fp8UnsupportedError
+from fp8_common.torch.blocks import Block
+
+BLOCK = 128
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
+INDEX = "model.safetensors.index.json"
+
+
+class Entry(NamedTuple):
+    """One tensor of a file: where its bytes begin in the file, and what they are."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one index of the first dimension."""
+        return self.nbytes // max(1, self.shape[0]) if self.shape else self.nbytes
+
+
+class Layout(NamedTuple):
+    """How a weight is scaled: the name of its scales, their dtype, and what shares one."""
+
+    scale: str
+    dtype: torch.dtype
+    block: Block
+
+
+class Checkpoint:
+    """A folder with `config.json` and safetensors files.
+
+    Args:
+        path: The folder.
+
+    Attributes:
+        path: The folder.
+        config: `config.json`.
+        entries: What the headers say, by name of the tensor.
+        bytes_read: Bytes of tensors that were read so far.
+
+    Raises:
+        Fp8Error: A file is missing or cut off, or holds no safetensors header.
+        Fp8UnsupportedError: `quantization_config` names another format or other blocks.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path, self.bytes_read = Path(path), 0
+        if not (self.path / "config.json").is_file():
+            raise Fp8Error(f"{self.path} has no config.json: name the folder of a model in Hugging Face's layout.")
+        self.config: dict[str, Any] = json.loads((self.path / "config.json").read_text())
+        self.entries: dict[str, Entry] = {}
+        for file in self.files:
+            self._read_header(file)
+        self._check_config()
+
+    @cached_property
+    def files(self) -> list[str]:
+        """The names of the safetensors files."""
+        index = self.path / INDEX
+        if index.is_file():
+            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        found = sorted(file.name for file in self.path.glob("*.safetensors"))
+        if not found:
+            raise Fp8Error(f"{self.path} has no safetensors files.")
+        return found
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """`quantization_config`, empty if there is none."""
+        return self.config.get("quantization_config") or {}
+
+    def _read_header(self, file: str) -> None:
+        path = self.path / file
+        if not path.is_file():
+            raise Fp8Error(f"{path} is named in {INDEX} and missing.")
+        size, (length, header) = path.stat().st_size, header_of(path)
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                begin, end = (8 + length + place for place in tensor["data_offsets"])
+                if end > size:
+                    raise Fp8Error(f"{path} is cut off: {name} ends at byte {end}, and the file at {size}.")
+                self.entries[name] = Entry(file, tensor["dtype"], tuple(tensor["shape"]), begin, end - begin)
+
+    def _check_config(self) -> None:
+        fmt, block = self.quantization.get("fmt", "e4m3"), self.quantization.get("weight_block_size")
+        if fmt not in ("e4m3", "float8_e4m3fn") or block not in (None, [BLOCK, BLOCK]):
+            raise Fp8UnsupportedError(
+                f"quantization_config of {self.path} has fmt={fmt!r} and weight_block_size={block}: E4M3 codes with "
+                f"one scale, scales of rows, or blocks of [{BLOCK}, {BLOCK}] can be loaded."
+            )
+
+    # ------------------------------------------------------------ what a weight is
+
+    def layout(self, name: str) -> Layout | None:
+        """Return how a weight is scaled, by the header alone; None if it is not quantized.
+
+        Raises:
+            Fp8UnsupportedError: It is quantized otherwise, with the name of the layer.
+        """
+        entry, layer = self.entries[name], name.removesuffix(".weight")
+        if entry.dtype != "F8_E4M3":
+            if entry.dtype not in ("F64", "F32", "F16", "BF16"):
+                raise Fp8UnsupportedError(f"{layer}: codes of {entry.dtype} cannot be loaded, E4M3 can.")
+            return None
+        names = [f"{name}_scale_inv", f"{name}_scale", f"{layer}.scale", f"{layer}.qscale_weight"]
+        scale = next((one for one in names if one in self.entries), None)
+        if scale is None:
+            raise Fp8UnsupportedError(f"{layer} has FP8 codes and no scales; looked for {', '.join(names)}.")
+        dtype, shape = self.entries[scale].dtype, self.entries[scale].shape
+        block = _block_of(entry.shape, shape)
+        if dtype not in SCALE_DTYPES or block == "other":
+            raise Fp8UnsupportedError(
+                f"{layer}: codes {list(entry.shape)} cannot be loaded with scales {list(shape)} of {dtype}. They can "
+                f"with one scale, scales of rows, or of blocks of {BLOCK}x{BLOCK}, in {', '.join(SCALE_DTYPES)}."
+            )
+        return Layout(scale, DTYPES[dtype], block)
+
+    # ------------------------------------------------------------ bytes
+
+    def read(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """Return rows [first, last) of a tensor on the CPU, as the file has them; no other byte is read."""
+        entry = self.entries[name]
+        shape, begin, nbytes = entry.shape, entry.begin, entry.nbytes
+        if shape and (first, last) != (0, None):
+            rows = range(shape[0])[first:last]
+            shape, begin, nbytes = (len(rows), *shape[1:]), begin + first * entry.row_bytes, len(rows) * entry.row_bytes
+        self.bytes_read += nbytes
+        read = np.fromfile(self.path / entry.file, dtype=np.uint8, count=nbytes, offset=begin)
+        return torch.from_numpy(read).view(DTYPES[entry.dtype]).view(shape)
+
+    def write(self, folder: Path, name: str, tensor: torch.Tensor, first: int = 0) -> None:
+        """Write rows of a tensor, from `first` on, in the place that it has, to the files of `folder`.
+
+        Raises:
+            Fp8Error: The rows have another dtype or shape than the file has.
+        """
+        entry = self.entries[name]
+        rows = (first + len(tensor), *tensor.shape[1:]) if tensor.ndim else ()
+        if tensor.dtype != DTYPES[entry.dtype] or rows[1:] != entry.shape[1:] or rows[:1] > entry.shape[:1]:
+            raise Fp8Error(
+                f"{name} is {entry.dtype} {list(entry.shape)} in the file; {tensor.dtype} {list(tensor.shape)} from "
+                f"row {first} on cannot be written there."
+            )
+        data = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()
+        with (folder / entry.file).open("r+b") as file:
+            file.seek(entry.begin + first * entry.row_bytes)
+            file.write(data.data)
+
+    def begin_copy(self, folder: Path, written: Iterable[str]) -> None:
+        """Make files with the same headers and size in `folder`, with all tensors but `written`, and all other files.
+
+        Raises:
+            Fp8Error: `folder` is the checkpoint itself.
+        """
+        if folder.resolve() == self.path.resolve():
+            raise Fp8Error(f"{folder} is the checkpoint that was loaded: save to another folder.")
+        folder.mkdir(parents=True, exist_ok=True)
+        for other in self.path.iterdir():
+            if other.is_file() and other.name not in self.files:
+                shutil.copyfile(other, folder / other.name)
+        for name in self.files:
+            source = self.path / name
+            with source.open("rb") as old, (folder / name).open("wb") as new:
+                new.write(old.read(8 + header_of(source)[0]))
+                new.truncate(source.stat().st_size)
+        for name in sorted(self.entries.keys() - set(written)):
+            self.write(folder, name, self.read(name))
+
+
+def header_of(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return the length and the content of the header of a safetensors file.
+
+    Raises:
+        Fp8Error: It has none.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            if length > path.stat().st_size:
+                raise ValueError("its length is longer than the file")
+            return length, json.loads(file.read(length))
+        except ValueError as error:
+            raise Fp8Error(f"{path} does not begin with a safetensors header: {error}.") from error
+
+
+def _block_of(codes: tuple[int, ...], scales: tuple[int, ...]) -> Any:
+    """Return what shares a scale; "other" if that is nothing that this package knows."""
+    if len(scales) == 4 and scales[1] == scales[3] == 1:  # ModelOpt: [blocks of rows, 1, blocks of columns, 1]
+        scales = scales[::2]
+    if len(codes) == 2 and math.prod(scales) == 1:
+        return None
+    if scales in ((*codes[:-1], 1), codes[:-1]):
+        return 1, 0
+    if scales == (*codes[:-2], *(-(-size // BLOCK) for size in codes[-2:])):
+        return BLOCK, BLOCK
+    return "other"

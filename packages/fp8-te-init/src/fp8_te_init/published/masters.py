@@ -1,0 +1,127 @@
+"""`PublishedOptimizer`: float32 masters of published weights, whose codes and scales follow the file's own rule."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fp8_common import CastRecipe, Fp8Error, Fp8UnsupportedError
+from fp8_common.torch.compat import distributed_like, local_of
+from fp8_common.torch_layers.sharding.agreement import group_of_parts, max_by_group
+from fp8_common.torch_layers.sharding.fsdp import region_of
+from fp8_common.torch_layers.sharding.scale_grid import Region, ScaleGrid
+from fp8_te_init.published.weight import CODES, E4M3, Stored, published_of, reshard, scales_in_float32
+
+GRANULARITIES = {None: "tensorwise", (1, 0): "rowwise", (128, 128): "blockwise_128x128"}
+
+
+class PublishedOptimizer:
+    """Trains all weights of a model of published weights: any optimizer on float32 masters, codes after each step.
+
+    Masters start from the decoded values, exactly. After each step every scale is made of the master's amax, as files
+    have it: amax / 448 in the dtype of the file, E8M0 rounded up; codes are rounded to nearest. So `save_published`
+    writes the published layout again. Under FSDP2 all ranks call `step`, and agree on all scales in one MAX all-reduce.
+
+    Args:
+        optimizer: The class of an optimizer, or what makes one of parameters.
+        model: Its published weights are unfrozen. After `load_published`.
+        **options: Of the optimizer.
+
+    Attributes:
+        inner: The optimizer.
+
+    Example:
+        optimizer = PublishedOptimizer(torch.optim.AdamW, model, lr=1e-5)
+
+    Raises:
+        Fp8Error: The model has no published weights.
+        Fp8UnsupportedError: A stack of experts has published weights, or a layer multiplies in FP8.
+    """
+
+    def __init__(self, optimizer: Callable[..., Optimizer], model: nn.Module, **options: Any) -> None:
+        self._masters: list[tuple[nn.Parameter, nn.Parameter]] = []
+        trained = []
+        reshard(model)
+        for name, parameter in model.named_parameters():
+            weight = published_of(parameter)
+            if weight is None:
+                if parameter.requires_grad:
+                    trained.append(parameter)
+                continue
+            layer = model.get_submodule(name.rpartition(".")[0])
+            if weight.ndim == 3 or getattr(layer, "spec", None) is not None:
+                raise Fp8UnsupportedError(f"{name} cannot be trained: stacks, and multiply='fp8', stay frozen.")
+            parameter.requires_grad_(True)
+            stored = weight.stored
+            values = stored.values(0, stored.length, torch.float32)
+            master = nn.Parameter(distributed_like(parameter, values))
+            self._masters.append((parameter, master))
+        if not self._masters:
+            raise Fp8Error("The model has no published weights: call load_published first.")
+        self.inner = optimizer([*trained, *(master for _, master in self._masters)], **options)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step on float32 gradients of the masters, and write codes and scales.
+
+        Raises:
+            Fp8Error: No published weight has a gradient.
+        """
+        if all(parameter.grad is None for parameter, _ in self._masters):
+            raise Fp8Error(
+                "No published weight has a gradient. Under FSDP2, make the PublishedOptimizer before the first "
+                "forward, which decides what gets gradients."
+            )
+        for parameter, master in self._masters:
+            grad = parameter.grad
+            master.grad = None if grad is None else distributed_like(master, local_of(grad).float())
+        self.inner.step()
+        self.write_back()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        self.inner.zero_grad()
+        for parameter, _ in self._masters:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return masters and the optimizer's state. Codes alone are not enough to go on: masters have more bits."""
+        return {"masters": [master.detach() for _, master in self._masters], "inner": self.inner.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` returned on as many ranks, and write codes and scales. All ranks call it."""
+        for (_, master), saved in zip(self._masters, state["masters"], strict=True):
+            local_of(master).copy_(local_of(saved))
+        self.inner.load_state_dict(state["inner"])
+        self.write_back()
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Quantize the masters into the weights, also after a master was changed. All ranks call it."""
+        parts = []
+        for parameter, master in self._masters:
+            weight: Any = published_of(parameter)
+            granularity: Any = GRANULARITIES[weight.stored.block]
+            grid = ScaleGrid(CastRecipe(granularity=granularity))
+            values, region = local_of(master).detach(), region_of(parameter)
+            parts.append((weight.stored, grid, values, region, group_of_parts(parameter)))
+        bits, _ = max_by_group([(grid.amax_bits(values, region), group) for _, grid, values, region, group in parts])
+        for (stored, grid, values, region, _), own in zip(parts, bits, strict=True):
+            _write(stored, grid, values, region, grid.amax(own, stored.shape))
+
+
+def _write(stored: Stored, grid: ScaleGrid, values: torch.Tensor, region: Region, amax: torch.Tensor) -> None:
+    """Write scales of the whole weight, and codes of the rows that are held here."""
+    wanted = amax.reshape(stored.scale_inv.shape) / E4M3.max
+    if stored.scale_inv.dtype == torch.uint8:
+        # the exponent field of the next power of two; a block of zeros gets the smallest
+        bits = wanted.contiguous().view(torch.int32)
+        codes = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).to(torch.uint8)
+        scale = stored.scale_inv.copy_(codes)
+    else:
+        scale = stored.scale_inv.copy_(torch.where(wanted > 0, wanted, torch.ones_like(wanted)))
+    wide = grid.of_part(scales_in_float32(scale), values.shape, region)
+    stored.codes[: len(values)].copy_((values / wide).clamp(-E4M3.max, E4M3.max).to(CODES).view(torch.uint8))

@@ -1,0 +1,323 @@
+"""`PublishedWeight`: a weight that holds the FP8 codes and the scales of a file, and acts as the values they stand for.
+
+Scales are kept as the file has them, back from FP8: 17 % of all float32 numbers are no float32 number's reciprocal.
+Every operator that reads the weight decodes what it reads and no more; a matmul saves the codes for its backward, which
+decodes again. Views and copies stay codes. Writes raise: the codes are the file's.
+"""
+
+import copy
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from fp8_common import FORMATS, Fp8Error, Fp8UnsupportedError
+from fp8_common.torch import decoding
+from fp8_common.torch.blocks import Block
+from fp8_common.torch.compat import (
+    OpOverload,
+    disabled_torch_function,
+    is_view,
+    local_of,
+    pytree,
+    wrapper_of,
+    written_tensors,
+)
+from fp8_common.torch.numerics import scale_inv_of_e8m0
+from fp8_common.torch.quantized import Quantized
+from fp8_common.torch_layers.sharding.fsdp import pad_rows, unpad
+
+aten = torch.ops.aten
+
+E4M3 = FORMATS["e4m3"]
+CODES = torch.float8_e4m3fn
+
+_COPIES = {aten.clone.default, aten.empty_like.default, aten._pin_memory.default, aten._to_copy.default}
+
+
+@dataclasses.dataclass(eq=False, kw_only=True, slots=True)
+class Stored:
+    """What all views of one weight share.
+
+    Attributes:
+        codes: uint8 [n, columns] or [n experts, rows, columns]: what is held here, with padding at its end.
+        scale_inv: Scales of the whole weight back from FP8, in the file's dtype, E8M0 as uint8, which more operators
+            know: [] for one, [..., rows, 1] or [..., blocks of rows, blocks of columns].
+        block: What shares a scale: None for all, (1, 0) for a row, (128, 128).
+        shape: That of the whole weight.
+        first: Index of the first row, or expert, that is held here.
+        dtype: What the weight stands for: float32, bfloat16 or float16.
+    """
+
+    codes: torch.Tensor
+    scale_inv: torch.Tensor
+    block: Block
+    shape: torch.Size
+    first: int
+    dtype: torch.dtype
+
+    @property
+    def length(self) -> int:
+        """How many rows, or experts, are held here, without padding."""
+        return max(0, min(len(self.codes), self.shape[0] - self.first))
+
+    def around(self, codes: torch.Tensor, **changes: Any) -> "Stored":
+        """Return the same for other storage; scales go to the device of the codes."""
+        scale_inv = self.scale_inv
+        if codes.device != scale_inv.device:
+            scale_inv = _moved(scale_inv, codes.device)
+        return dataclasses.replace(self, codes=codes, **({"scale_inv": scale_inv} | changes))
+
+    def values(self, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return decoded rows, or experts, [low, high) of what is held here."""
+        high = min(high, self.length)
+        if self.codes.ndim == 2:
+            return _decode(self.codes[low:high], self.scale_inv, self.block, self.first + low, dtype)
+        experts = [
+            _decode(self.codes[place], self.scale_inv[self.first + place], self.block, 0, dtype)
+            for place in range(low, high)
+        ]
+        return torch.stack(experts) if len(experts) > 1 else experts[0][None]
+
+
+class PublishedWeight(torch.Tensor):
+    """The codes of a file as a frozen weight [rows, columns], or a stack [experts, rows, columns], or a part of them.
+
+    Args:
+        codes: A view of `stored.codes`.
+        stored: What all views share.
+    """
+
+    # Slots: what copies `vars(parameter)` to another parameter must not keep codes alive with it.
+    __slots__ = ("_codes", "_stored")
+    _codes: torch.Tensor
+    _stored: Stored
+
+    @staticmethod
+    def __new__(cls: type, codes: torch.Tensor, stored: Stored) -> "PublishedWeight":
+        """Wrap codes without copying them."""
+        self = wrapper_of(cls, codes, dtype=stored.dtype)
+        self._codes, self._stored = codes, stored
+        return self
+
+    @staticmethod
+    def empty(like: torch.Tensor, scale_inv: torch.Tensor, block: Block) -> "PublishedWeight":
+        """Return a weight of the shape, dtype and device of `like`, whose codes and scales come later."""
+        codes = torch.empty(like.shape, dtype=torch.uint8, device=like.device)
+        stored = Stored(codes=codes, scale_inv=scale_inv, block=block, shape=like.shape, first=0, dtype=like.dtype)
+        return PublishedWeight(codes, stored)
+
+    @property
+    def stored(self) -> Stored:
+        """What all views of the weight share."""
+        return self._stored
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """float8_e4m3fn of this shape; shares memory with the weight."""
+        return self._codes.view(CODES)
+
+    @property
+    def scale_inv(self) -> torch.Tensor:
+        """Scales of the whole weight back from FP8, in the file's dtype, E8M0 as uint8."""
+        return self._stored.scale_inv
+
+    @property
+    def nbytes(self) -> int:  # pyrefly: ignore[bad-override]
+        """Bytes of the codes."""
+        return self._codes.nbytes
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the values: float32 code times float32 scale, rounded once to this dtype. A plain tensor."""
+        codes, base = self._codes, self._stored.codes
+        if codes.is_meta or not codes.numel():
+            return torch.zeros(codes.shape, dtype=self.dtype, device=codes.device)
+        offset = int(codes.storage_offset() - base.storage_offset())
+        unit = math.prod(base.shape[1:])
+        reach = sum((size - 1) * stride for size, stride in zip(codes.shape, codes.stride(), strict=True))
+        low, high = offset // unit, (offset + reach) // unit + 1
+        values = self._stored.values(low, high, self.dtype)
+        return values.as_strided(codes.shape, codes.stride(), offset - low * unit)
+
+    def standing_for(self, dtype: torch.dtype, device: torch.device | None = None) -> "PublishedWeight":
+        """Return the weight with another dtype, over the same codes, or on another device, over copies of them."""
+        stored, codes = self._stored, self._codes
+        if device is None or device == codes.device:
+            return PublishedWeight(codes, stored.around(stored.codes, dtype=dtype))
+        fresh = stored.around(_moved(stored.codes, device), dtype=dtype)
+        offset = codes.storage_offset() - stored.codes.storage_offset()
+        return PublishedWeight(fresh.codes.as_strided(codes.shape, codes.stride(), offset), fresh)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """Show shape, dtype and scales."""
+        scales = f"{tuple(self.scale_inv.shape)} scales of {self.scale_inv.dtype}"
+        return f"PublishedWeight(shape={tuple(self.shape)}, dtype={self.dtype}, {scales})"
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        """Copy codes and scales."""
+        if id(self) not in memo:
+            stored = self._stored
+            scale_inv = copy.deepcopy(stored.scale_inv, memo)  # once: it is a buffer of the layer, too
+            fresh = dataclasses.replace(stored, codes=stored.codes.clone(), scale_inv=scale_inv)
+            offset = self._codes.storage_offset() - stored.codes.storage_offset()
+            codes = fresh.codes.as_strided(self._codes.shape, self._codes.stride(), offset)
+            copied: torch.Tensor = PublishedWeight(codes, fresh)
+            memo[id(self)] = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: state dicts hold codes and scales, and `save_published` writes the file's own layout.
+
+        Raises:
+            Fp8UnsupportedError: Always.
+        """
+        raise Fp8UnsupportedError(
+            "A published FP8 weight cannot be pickled. Save model.state_dict(), which holds codes and scales, or use "
+            "save_published."
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Expose the codes; layers of published weights run outside of compiled code."""
+        return ["_codes"], self._stored
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict, stored: Any, size: Any, stride: Any) -> "PublishedWeight":
+        """Rebuild from `__tensor_flatten__`."""
+        return PublishedWeight(inner["_codes"], stored)
+
+    # Everything is decided in `__torch_dispatch__`; the default would wrap the result of every operator in this class.
+    __torch_function__ = disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Views and copies stay codes, codes can be copied in, everything else reads decoded values."""
+        kwargs, first = kwargs or {}, args[0] if args else None
+        if func is aten.copy_.default and isinstance(first, cls):
+            return _take(first, args[1])
+        if any(isinstance(written, cls) for written in written_tensors(func, args, kwargs)):
+            raise Fp8Error(
+                f"{func} would write to a published FP8 weight, whose codes are those of its file. Keep adapters apart "
+                "from it, or put another parameter in its place (layer.weight = nn.Parameter(values))."
+            )
+        if isinstance(first, cls):
+            if is_view(func) and func is not aten.view.dtype:
+                # one byte for each element: a view by shape and strides is the same view of the codes
+                views = func(first._codes, *args[1:], **kwargs)
+                return pytree.tree_map_only(torch.Tensor, lambda codes: cls(codes, first._stored), views)
+            twin = _twin(first, func, args[1:], kwargs)
+            if twin is not None:
+                return twin
+        args, kwargs = pytree.tree_map_only(cls, lambda weight: weight.dequantize(), (args, kwargs))
+        return func(*args, **kwargs)
+
+    # ------------------------------------------------------------ FSDP2
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Stored]:
+        """Return uint8 rows [n, ...], padded as those of all ranks; scales are not sent."""
+        stored = self._stored
+        # A weight that FSDP2 only replicates is whole on each rank.
+        rows = stored.length if stored.length == stored.shape[0] else -(-stored.shape[0] // mesh.size())
+        padded = torch.Size((rows, *stored.shape[1:]))
+        codes = stored.codes if stored.codes.shape == padded else stored.codes[: stored.length]
+        return (pad_rows(codes, padded),), stored
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], stored: Stored, param_dtype: torch.dtype, *, out: Any = None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """Return the whole weight over the gathered codes, which stands for `param_dtype`."""
+        if out is not None:
+            return None  # its codes are the buffer that FSDP2 filled again
+        codes = unpad(outputs[0], stored.shape, torch.uint8)
+        whole = dataclasses.replace(stored, codes=codes, first=0, dtype=param_dtype)
+        return PublishedWeight(codes, whole), ()
+
+
+def published_of(tensor: object) -> PublishedWeight | None:
+    """Return the published weight behind a parameter, the local one of a DTensor; None if there is none."""
+    local = local_of(tensor)
+    return local if isinstance(local, PublishedWeight) else None
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 drop gathered parameters, as its state dicts do: what is read and written are shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def operand_of(weight: PublishedWeight) -> Quantized:
+    """Return a whole weight as an operand of an FP8 matmul, with the file's scales."""
+    codes, scale_inv = weight.codes, scales_in_float32(weight.scale_inv)
+    return Quantized(codes, scale_inv, E4M3, None if weight.stored.block == (1, 0) else weight.stored.block)
+
+
+def scales_in_float32(scale_inv: torch.Tensor) -> torch.Tensor:
+    """Return scales of a weight, in the dtype of the file, as float32; exact."""
+    return scale_inv_of_e8m0(scale_inv) if scale_inv.dtype == torch.uint8 else scale_inv.float()
+
+
+def _decode(codes: torch.Tensor, scale_inv: torch.Tensor, block: Block, first: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return codes [n, columns], the rows from `first` on of a matrix, times the scales of the matrix."""
+    scale, last = scales_in_float32(scale_inv), first + len(codes)
+    if block == (1, 0):
+        scale, block = scale[first:last], None
+    elif block is not None and first % block[0] == 0:
+        scale = scale[first // block[0] : -(-last // block[0])]
+    elif block is not None:  # a shard that begins inside of a block
+        rows = torch.arange(first, last, device=scale.device) // block[0]
+        scale, block = scale[rows].repeat_interleave(block[1], 1)[:, : codes.shape[1]], None
+    return decoding.dequantize(codes, scale, E4M3, dtype, block)
+
+
+def _take(target: PublishedWeight, source: torch.Tensor) -> PublishedWeight:
+    """Take over codes as they are; of another weight also the place of its rows."""
+    mine = target._stored
+    if not isinstance(source, PublishedWeight):
+        if source.dtype not in (CODES, torch.uint8):
+            raise Fp8Error(
+                f"Values of {source.dtype} would be copied to a published FP8 weight, whose codes are those of its "
+                "file. Load codes (float8_e4m3fn) with their scales, or assign another parameter to the layer."
+            )
+        target._codes.copy_(source.view(torch.uint8))
+        return target
+    other = source._stored
+    unit = max(1, math.prod(other.shape[1:]))
+    # FSDP2 cuts a weight by copying a view of its rows into a padded tensor of `new_zeros`: the place of the view in
+    # its storage tells which rows these are.
+    row, inside = divmod(int(source._codes.storage_offset() - other.codes.storage_offset()), unit)
+    alike = (mine.shape, mine.block, mine.dtype) == (other.shape, other.block, other.dtype)
+    moved = target._codes.storage_offset() != mine.codes.storage_offset()
+    if inside or moved or not alike or source.shape != target.shape or source._codes.shape[1:] != other.codes.shape[1:]:
+        raise Fp8Error(f"{source!r} cannot be copied to {target!r}: they are parts of different weights.")
+    mine.first = other.first + row
+    target._codes.copy_(source._codes)
+    if mine.scale_inv is not other.scale_inv:
+        mine.scale_inv.copy_(other.scale_inv)
+    return target
+
+
+def _twin(weight: PublishedWeight, func: Any, rest: tuple, kwargs: dict) -> PublishedWeight | None:
+    """Return the result of an operator that makes another published weight; None if it reads values."""
+    stored, options = weight._stored, {name: value for name, value in kwargs.items() if name != "dtype"}
+    if kwargs.get("dtype") not in (None, weight.dtype):
+        return None
+    if func is aten.new_zeros.default and torch.Size(rest[0])[1:] == stored.shape[1:]:
+        # FSDP2 makes the padded tensor for its shard so; it copies nothing to one without rows.
+        codes = func(weight._codes, rest[0], *rest[1:], **options)
+        return PublishedWeight(codes, stored.around(codes, first=stored.shape[0]))
+    own = stored.codes[: len(weight)] if weight.ndim == stored.codes.ndim else None
+    if func not in _COPIES or own is None or (own.shape, own.stride()) != (weight.shape, weight._codes.stride()):
+        return None
+    if weight._codes.storage_offset() != own.storage_offset():
+        return None
+    codes = func(stored.codes, *rest, **options)
+    return PublishedWeight(codes[: len(weight)], stored.around(codes))
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on another device; one of the meta device has no values to move."""
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
