@@ -181,6 +181,15 @@ def test_reading_gives_dequantized_values_and_new_tensors_are_plain():
     assert low.dequantize().dtype == torch.bfloat16
 
 
+def test_a_view_in_another_dtype_is_one_of_the_values():
+    layer = primary()
+    values = layer.weight.dequantize()
+    for dtype in (torch.int32, torch.int16, torch.uint8, torch.bfloat16):
+        view = layer.weight.detach().view(dtype)
+        assert type(view) is torch.Tensor
+        assert torch.equal(view.view(torch.uint8), values.view(torch.uint8))
+
+
 @pytest.mark.matrix(recipe=RECIPES, device=["cpu", "meta"], shape=[(40, 24), (0, 24), (40, 0)])
 def test_inputs_and_layers_without_rows_features_or_data_have_the_right_shape(recipe, device, shape):
     rows, columns = shape

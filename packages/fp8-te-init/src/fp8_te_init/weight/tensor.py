@@ -259,7 +259,7 @@ class PrimaryFloat8Weight(torch.Tensor):
             )
         if written:
             return _write(func, args, kwargs, written)
-        if isinstance(first, cls) and is_view(func):
+        if isinstance(first, cls) and is_view(func) and func is not aten.view.dtype:
             # one byte for each element: a view by shape and strides is the same view of the codes
             result = func(first._codes, *args[1:], **kwargs)
             with torch.inference_mode(first.is_inference()):  # a view of a normal tensor is one in inference mode too

@@ -232,7 +232,7 @@ class ShardedFloat8Weight(torch.Tensor):
         # An in-place operator returns the very tensor that it was called on, not the plain one under it.
         if is_in_place(func):
             return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], cls) else result
-        if is_view(func) or (func in _MOVES_WEIGHT and result.dtype == source.dtype):
+        if (is_view(func) and func is not aten.view.dtype) or (func in _MOVES_WEIGHT and result.dtype == source.dtype):
             return _wrapped(result, source.info)
         if (func in _MAKES_WEIGHT or func in _MOVES_WEIGHT) and result.is_floating_point():
             return _wrapped(result, WeightInfo(source.info.cast, source.info))
