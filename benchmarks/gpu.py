@@ -35,6 +35,7 @@ from benchmarks import ROOT, SOURCES
 from benchmarks import _gpu_host as ask_host
 from benchmarks import _gpu_jax as ask_jax
 from benchmarks import _gpu_parts as ask
+from benchmarks import _gpu_published as ask_published
 from benchmarks._common import RESULTS, machine, table
 from benchmarks.modelled.models import CONTENDERS
 
@@ -111,6 +112,7 @@ def plan(gpu: str | None = "H100") -> list[Part]:
         dataclasses.replace(together("where time goes", 150, ask_host.where_time, contenders), asked=True),
         dataclasses.replace(together("issue", 60, ask_host.issue, contenders), asked=True),
         dataclasses.replace(together("decoders of JAX", 400, ask_jax.steps, list(ask_jax.STEPS)), asked=True),
+        Part("published", 60, (ask_published.SMALLER,), ask_published.steps, asked=True),
     ]
 
 
