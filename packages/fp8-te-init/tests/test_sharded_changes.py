@@ -305,3 +305,23 @@ def test_a_copy_that_is_sent_in_the_place_of_a_written_shard_has_its_agreed_code
     assert torch.equal(sent[: wanted.rows], wanted.own_codes)
     assert torch.equal(scale_inv, wanted.scale_inv)
     assert torch.equal(local.state.own_codes, wanted.own_codes)
+
+
+@on_ranks(2)
+def test_seeding_after_a_write_that_is_not_preserved_does_the_same_on_shards_and_in_one_process(rank):
+    found = []
+    for place in (lambda model: model, lambda model: shard(model, 2)):
+        model = place(deep(preserve=False))
+        optimizer = masters_for(model, seed=False)
+        model(torch.ones(1, WIDTHS[0])).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for number, weight in enumerate(weights(model)):
+                values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+                weight.copy_(placed_like(values, weight))
+        report = fti.seed_masters(optimizer, model, fallback="dequantize")
+        found.append([whole(master) for master in optimizer.masters() if master.ndim == 2])
+        assert set(report.sources.values()) == {"dequantize"}
+        with pytest.raises(fti.MissingInitError, match="are not known"):
+            fti.seed_masters(optimizer, model)
+    assert all(map(torch.equal, *found))

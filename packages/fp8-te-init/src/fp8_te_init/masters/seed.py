@@ -77,6 +77,9 @@ def seed_masters(
     groups = _groups_of(model)
     model = model.module if isinstance(model, DistributedDataParallel) else model
     weights = list(fp8_weights(model))
+    # Values that were written to shards get their codes now. Where values are not preserved, they are known no more
+    # then, as they are not in one process.
+    agree_on_written(parameter for _, parameter, _ in weights)
     found: list[tuple[Callable[[torch.Tensor], None], torch.Tensor]] = []
     sources: dict[str, str] = {}
     with _raising_together(groups, weights[0][2].device if weights else torch.device("cpu")):
@@ -94,8 +97,6 @@ def seed_masters(
                 f"The optimizer holds none of the {len(trained)} trained FP8 weights of this model. "
                 "It was made for another model or a copy of it, or before fully_shard: make it for this one."
             )
-    # values that were written to shards: their codes are those of one scale before anything is dropped
-    agree_on_written(parameter for _, parameter, _ in weights)
     for set_, values in found:
         set_(values)
     released = sum(weight.release() for _, _, weight in weights)
