@@ -463,6 +463,17 @@ def test_buffers_that_the_file_has_are_loaded_and_others_stay(tmp_path, persiste
     assert same_files(folder, tmp_path / "out") == []
 
 
+def test_values_are_taken_if_they_are_its_own_alone(tmp_path):
+    weight = published_of(loaded(write(tmp_path)).get_submodule(LAYER).weight)
+    with torch.no_grad():
+        before, values = weight.codes.clone(), weight.dequantize()
+        weight.copy_(values)
+        assert same(weight.codes, before)
+        for other in (values + 1, values.float()):
+            with pytest.raises(Fp8Error, match="that are not its own would be copied to a published FP8 weight"):
+                weight.copy_(other)
+
+
 LOAD = """
 import pathlib, sys
 import torch

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from fp8_common import Fp8Error
 from fp8_common.torch.compat import local_of
@@ -218,3 +219,26 @@ def exchange_states(rank, world, folders, config):
     load_published(other, folders[0])  # into shards, while what the root had is still gathered
     other.reshard()
     assert same(other(batch(0)).detach(), before)
+
+
+def test_distributed_data_parallel_trains_what_the_twin_does(run_ranks, tmp_path):
+    run_ranks(2, train_replicas, str(write(tmp_path)))
+
+
+def train_replicas(rank, world, folder):
+    results = []
+    for published in (True, False):
+        model = Llama(ODD)
+        if published:
+            load_published(model, folder)
+        adapt(model, ATTENTION, dtype=torch.bfloat16)
+        if published:
+            load_published(model, folder)
+        else:
+            model.to_empty(device="cpu")
+            fill_twin(model, folder, torch.bfloat16)
+        replica = DistributedDataParallel(draw_adapters(model))
+        loss = loss_of(replica, batch(rank))
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters() if p.requires_grad)])
+    assert all(map(torch.equal, *results))

@@ -278,9 +278,12 @@ def _take(target: PublishedWeight, source: torch.Tensor) -> PublishedWeight:
     mine = target._stored
     if not isinstance(source, PublishedWeight):
         if source.dtype not in (CODES, torch.uint8):
+            if _are_same(source, target):
+                return target  # DistributedDataParallel sends those of the first rank, which has read the same file
             raise Fp8Error(
-                f"Values of {source.dtype} would be copied to a published FP8 weight, whose codes are those of its "
-                "file. Load codes (float8_e4m3fn) with their scales, or assign another parameter to the layer."
+                f"Values of {source.dtype} that are not its own would be copied to a published FP8 weight, whose codes "
+                "are those of its file. Load codes (float8_e4m3fn) with their scales, or assign another parameter to "
+                "the layer."
             )
         target._codes.copy_(source.view(torch.uint8))
         return target
@@ -298,6 +301,14 @@ def _take(target: PublishedWeight, source: torch.Tensor) -> PublishedWeight:
     if mine.scale_inv is not other.scale_inv:
         mine.scale_inv.copy_(other.scale_inv)
     return target
+
+
+def _are_same(values: torch.Tensor, weight: PublishedWeight) -> bool:
+    """Return whether values have the bits that a weight decodes to."""
+    if (values.dtype, values.shape) != (weight.dtype, weight.shape):
+        return False
+    own = weight.dequantize().to(values.device)
+    return torch.equal(values.contiguous().view(torch.uint8), own.contiguous().view(torch.uint8))
 
 
 def _twin(weight: PublishedWeight, func: Any, rest: tuple, kwargs: dict) -> PublishedWeight | None:
