@@ -3,8 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from fp8_common import Fp8Error, Fp8UnsupportedError
+from fp8_common import CastRecipe, Fp8Error, Fp8UnsupportedError
+from fp8_common.torch_layers.export import serving_state_dict
 from fp8_te_init.published import (
     Receiver,
     convert_published,
@@ -13,6 +17,7 @@ from fp8_te_init.published import (
     merge_report,
     rows_of,
     save_published,
+    stream_tensors,
     stream_weights,
 )
 from fp8_te_init.published.digests import digest
@@ -235,3 +240,37 @@ def test_what_cannot_be_merged_is_an_error(tmp_path):
     dora = adapt(loaded(folder), ("q_proj",), magnitude=True)
     with pytest.raises(Fp8UnsupportedError, match=rf"{LAYER} has DoRA"):
         merge_report(dora)
+
+
+@pytest.mark.distributed
+def test_weights_in_high_precision_are_quantized_and_sent_from_shards(run_ranks):
+    for layout, granularity in (("compressed-tensors", "rowwise"), ("deepseek", "blockwise_128x128")):
+        sent = run_ranks(3, send_quantized, layout, granularity)
+        expected, received = serving_state_dict(quantized_model(), casts_of(granularity), layout), {}
+        receiver = Receiver({name: len(tensor) if tensor.ndim else 1 for name, tensor in expected.items()})
+        for name, first, rows, told in [one for of_rank in sent for one in of_rank]:
+            assert receiver.take(name, first, rows, told), name
+            received.setdefault(name, {})[first] = rows
+        assert receiver.missing() == []
+        for name, tensor in expected.items():
+            rows = np.concatenate([part for _, part in sorted(received[name].items())])
+            assert rows.tobytes() == as_bytes(tensor if tensor.ndim else tensor.reshape(1)).tobytes(), name
+
+
+def quantized_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 320), nn.GELU(), nn.Linear(320, 130, bias=False))
+
+
+def casts_of(granularity):
+    return dict.fromkeys(("0", "2"), CastRecipe(granularity=granularity))
+
+
+def send_quantized(rank, world, layout, granularity):
+    model = fully_shard(quantized_model())
+    tensors = serving_state_dict(model, casts_of(granularity), layout)
+    buckets = list(stream_tensors(tensors, bucket_bytes=30_000))
+    assert max(sum(one.rows.nbytes for one in bucket) for bucket in buckets) <= 30_000
+    with pytest.raises(Fp8Error, match="cut along another dimension"):
+        list(stream_tensors({"w": distribute_tensor(torch.ones(4, 6), model[0].weight.device_mesh, [Shard(1)])}))
+    return [(one.name, one.first, as_bytes(one.rows), one.digest) for bucket in buckets for one in bucket]

@@ -10,7 +10,7 @@ Example:
 """
 
 from fp8_te_init.published.digests import Receiver
-from fp8_te_init.published.engine import Sent, rows_of, stream_weights
+from fp8_te_init.published.engine import Sent, rows_of, stream_tensors, stream_weights
 from fp8_te_init.published.load import Loaded, convert_published, load_published, save_published
 from fp8_te_init.published.masters import PublishedOptimizer
 from fp8_te_init.published.merge import LayerMerge, MergeReport, merge_adapter, merge_report
@@ -30,5 +30,6 @@ __all__ = [
     "merge_report",
     "rows_of",
     "save_published",
+    "stream_tensors",
     "stream_weights",
 ]

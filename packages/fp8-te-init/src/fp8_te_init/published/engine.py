@@ -1,6 +1,6 @@
-"""`stream_weights`: the weights of a model for an engine, from shards, bucket by bucket, each part with its digest."""
+"""`stream_weights`, `stream_tensors`: weights for an engine, from shards, in buckets, each part with its digest."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from fp8_common import Fp8Error
+from fp8_common.torch.compat import local_of
+from fp8_common.torch_layers.sharding.fsdp import region_of
 from fp8_te_init.published.digests import digest
 from fp8_te_init.published.files import BLOCK, Checkpoint
 from fp8_te_init.published.load import published_tensors
@@ -52,11 +54,44 @@ def stream_weights(
     Raises:
         Fp8Error: `bucket_bytes` is not positive.
     """
+    files = Checkpoint(like)
+    tensors = published_tensors(model, files, rename)
+    yield from _buckets(_rescaled(tensors, files) if power_of_2_scales else tensors, bucket_bytes)
+
+
+@torch.no_grad()
+def stream_tensors(tensors: Mapping[str, torch.Tensor], *, bucket_bytes: int = 1 << 28) -> Iterator[list[Sent]]:
+    """Yield what this rank holds of a state dict under an engine's names; nothing is gathered.
+
+    With `fp8_common.torch_layers.export.serving_state_dict` these are the codes and scales of weights that are trained
+    in high precision, by the rule of compressed-tensors or of DeepSeek.
+
+    Args:
+        tensors: Whole, or DTensors that are cut along their first dimension.
+        bucket_bytes: As of `stream_weights`.
+
+    Yields:
+        Lists of rows, their names, places and digests. A `Receiver` takes `{name: len(tensor)}`, 1 for scalars.
+
+    Raises:
+        Fp8Error: A tensor is cut along another dimension, or `bucket_bytes` is not positive.
+    """
+    yield from _buckets((_rows_here(name, tensor) for name, tensor in tensors.items()), bucket_bytes)
+
+
+def _rows_here(name: str, tensor: torch.Tensor) -> tuple[str, int, torch.Tensor]:
+    offset, local = region_of(tensor).offset, local_of(tensor)
+    if local.shape[1:] != tensor.shape[1:]:
+        raise Fp8Error(f"{name} is cut along another dimension than the first, and engines take rows.")
+    return name, offset[0] if offset else 0, local
+
+
+def _buckets(tensors: Iterable[tuple[str, int, torch.Tensor]], bucket_bytes: int) -> Iterator[list[Sent]]:
+    """Yield (name, first row, rows) in lists of at most so many bytes, with digests."""
     if bucket_bytes <= 0:
         raise Fp8Error(f"bucket_bytes must be positive, got {bucket_bytes}.")
-    files, bucket, size = Checkpoint(like), list[Sent](), 0
-    tensors = published_tensors(model, files, rename)
-    for name, first, tensor in _rescaled(tensors, files) if power_of_2_scales else tensors:
+    bucket, size = list[Sent](), 0
+    for name, first, tensor in tensors:
         whole = tensor if tensor.ndim else tensor.reshape(1)
         step = max(1, bucket_bytes // max(1, whole[:1].nbytes))
         for low in range(0, len(whole), step):
