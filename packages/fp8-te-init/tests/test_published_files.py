@@ -244,7 +244,7 @@ def test_codes_are_frozen_and_follow_moves_and_copies(tmp_path):
     model = loaded(write(tmp_path))
     layer = model.get_submodule(LAYER)
     before, values = layer.weight.codes.clone(), layer.weight.dequantize()
-    for write_to in (lambda w: w.copy_(values), lambda w: w.mul_(2), nn.init.normal_, lambda w: w.zero_()):
+    for write_to in (lambda w: w.copy_(values + 1), lambda w: w.mul_(2), nn.init.normal_, lambda w: w.zero_()):
         with torch.no_grad(), pytest.raises(Fp8Error, match="published FP8 weight, whose codes are those of its file"):
             write_to(layer.weight)
     assert same(layer.weight.codes, before)
@@ -284,7 +284,9 @@ def test_state_dicts_hold_codes_with_their_scales_and_load_into_a_converted_mode
     with pytest.raises(Fp8Error, match=rf"{LAYER}.weight holds FP8 codes, and .* is missing"):
         other.load_state_dict(state)
     with pytest.raises(Exception, match="whose codes are those of its file"):
-        other.load_state_dict(fill_twin(Llama(ODD).to_empty(device="cpu"), folder).state_dict(), strict=False)
+        other.load_state_dict(
+            fill_twin(Llama(ODD).to_empty(device="cpu"), tmp_path / "other").state_dict(), strict=False
+        )
 
 
 def test_one_byte_for_each_weight_is_resident_and_no_values_are_kept_for_the_backward(tmp_path):
