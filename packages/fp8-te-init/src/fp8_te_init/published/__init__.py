@@ -1,4 +1,4 @@
-"""Published FP8 checkpoints: their codes as frozen weights, adapters beside them, and the way back, byte for byte.
+"""Load, fine-tune and save published FP8 checkpoints without a high-precision copy.
 
 Example:
     with torch.device("meta"):

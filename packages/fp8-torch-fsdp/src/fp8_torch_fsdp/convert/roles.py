@@ -37,7 +37,7 @@ class Roles(NamedTuple):
     """The modules of a model that stay in high precision by default.
 
     Attributes:
-        adapters: What `lora_A`, `lora_b` and the like lead to: the names that PEFT and torchtitan give.
+        adapters: Modules below `lora_A`, `lora_b` and the like, which PEFT and torchtitan use as names.
         routers: Modules whose weight [experts, features] chooses among experts, or [1, features] weighs shared ones.
         heads: Output heads, each with the name of the embedding that shares its weight, or "".
     """
