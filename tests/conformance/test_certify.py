@@ -14,7 +14,7 @@ from fp8_common import Fp8Error, Recipe, _command
 from fp8_common.presets import mx
 from fp8_common.recipe import CastRecipe
 from fp8_common.testing import certify
-from fp8_common.testing.certify import cast_of, casts_of, explanations, rows, table
+from fp8_common.testing.certify import GRADIENT, Answer, cast_of, casts_of, engines, explanations, rows, table
 from fp8_common.torch.certify import Function, ranks
 from tests.helpers import planted
 from tests.helpers.ranks import PRELOADED
@@ -156,6 +156,18 @@ def test_the_table_in_the_page_is_what_runs_say():
         assert peer.layer in ("up", "down")
 
 
+def test_the_rows_whose_outputs_an_engine_can_give_are_named():
+    both = ("causal", "batch-invariant")
+    found = {"mine": asked(HONEST, *both), "other": asked(planted.Planted(planted.peek), *both)}
+    found |= {"unasked": asked(HONEST, "causal")}
+    gradient = Answer(says="no", layer=f"up{GRADIENT}")
+    found |= {"rows": {"causal": Answer(says="yes"), "batch-invariant": gradient}}
+    able, unable = engines(found)
+    assert able.endswith("can give the outputs of: mine, rows.")
+    assert "cannot give those of: other." in unable
+    assert list(engines({"unasked": found["unasked"]})) == []
+
+
 def test_the_command_prints_a_table_for_a_file(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text(
@@ -166,6 +178,7 @@ def test_the_command_prints_a_table_for_a_file(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "| no | yes |" in said
     assert "causal: no: with input[" in said
+    assert "It cannot give those of: " in said
     for target, message in ((f"{file}:other", "has no function 'other'"), ("no.py:f", "there is no file 'no.py'")):
         assert _command.main(["certify", target]) == 2
         assert message in capsys.readouterr().err

@@ -7,6 +7,7 @@ named after.
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -171,3 +172,27 @@ def values_of(tensors, name, dtype=torch.bfloat16):
     if inv.ndim == 2 and inv.shape != (len(codes), 1):
         inv = wide(inv, codes.shape)
     return (codes.float() * inv).to(dtype)
+
+
+VLLM_CODES, VLLM_SCALES = 8837446047745278671, 18096860091907716940
+"""Digests of what vLLM 0.33 makes of `drawn_blocks`, on a CPU: see tests/ecosystem/test_with_vllm.py."""
+
+
+def drawn_blocks():
+    """Return codes [300, 200] and float32 scales of blocks, blocks of zeros and small values among them."""
+    rng = np.random.default_rng(68)
+    codes = torch.from_numpy(
+        rng.integers(0, 127, (300, 200), dtype=np.uint8) | rng.integers(0, 2, (300, 200), dtype=np.uint8) << 7
+    )
+    codes[128:256, :128] = 0
+    codes[256:] %= 64
+    return codes.view(torch.float8_e4m3fn), torch.from_numpy(rng.lognormal(-8, 2, (3, 2)).astype(np.float32))
+
+
+def engine_requantizes(codes, scale):
+    """vLLM 0.33, `requant_weight_ue8m0_inplace`: amax of decoded blocks, the next power of two, rounded again."""
+    values = codes.float() * wide(scale.float(), codes.shape)
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % 128, 0, -values.shape[0] % 128))
+    amax = padded.view(padded.shape[0] // 128, 128, -1, 128).abs().amax((1, 3)).clamp(min=1e-4)
+    new = torch.exp2(torch.ceil(torch.log2(amax / 448)))
+    return (values / wide(new, values.shape)).to(torch.float8_e4m3fn), new

@@ -27,7 +27,7 @@ from fp8_common.errors import Fp8Error
 from fp8_common.hardware import GATHER, Device, Path, cast_path, native_formats, product_path
 from fp8_common.plugin import PluginReport, discover
 from fp8_common.recipe import GRANULARITIES
-from fp8_common.testing.certify import PROPERTIES, check, explanations, from_file, rows, table
+from fp8_common.testing.certify import PROPERTIES, check, engines, explanations, from_file, rows, table
 
 READER_GONE = 128 + 13
 """What a shell reports of a program that SIGPIPE ended."""
@@ -136,7 +136,8 @@ def _certify(options: argparse.Namespace) -> int:
     finally:
         logging.disable(logging.NOTSET)
     facts = {name: {each: dataclasses.asdict(answer) for each, answer in row.items()} for name, row in found.items()}
-    _write(facts if options.json else "\n".join([table(found, properties), "", *explanations(found)]))
+    told = [table(found, properties), "", *engines(found), "", *explanations(found)]
+    _write(facts if options.json else "\n".join(told))
     return 0
 
 

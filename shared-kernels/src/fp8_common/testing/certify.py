@@ -266,6 +266,18 @@ def table(rows: Mapping[str, Certificate], properties: Sequence[Property] = PROP
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def engines(rows: Mapping[str, Certificate]) -> Iterator[str]:
+    """Yield which rows can give the outputs of an engine, which has other batches and later tokens: two sentences."""
+    both = [(name, [str(found[each]) for each in ("causal", "batch-invariant")]) for name, found in rows.items()
+            if {"causal", "batch-invariant"} <= found.keys()]  # fmt: skip
+    able = [name for name, found in both if {"no", "-"}.isdisjoint(found)]
+    unable = [name for name, found in both if "no" in found]
+    if able:
+        yield f"An engine that computes alike can give the outputs of: {', '.join(able)}."
+    if unable:
+        yield f"It cannot give those of: {', '.join(unable)}. They depend on the batch or on later tokens."
+
+
 def explanations(rows: Mapping[str, Certificate]) -> Iterator[str]:
     """Yield a sentence for each answer that is not yes."""
     for name, found in rows.items():

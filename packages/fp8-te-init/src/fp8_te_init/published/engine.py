@@ -1,20 +1,25 @@
 """`stream_weights`, `stream_tensors`: weights for an engine, from shards, in buckets, each part with its digest."""
 
+import contextlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from fp8_common import Fp8Error
+from fp8_common import CastRecipe, Fp8Error, Fp8UnsupportedError
 from fp8_common.torch.compat import local_of
+from fp8_common.torch_layers.sharding.agreement import max_over_ranks
 from fp8_common.torch_layers.sharding.fsdp import region_of
+from fp8_common.torch_layers.sharding.scale_grid import Region, ScaleGrid
 from fp8_te_init.published.digests import digest
 from fp8_te_init.published.files import BLOCK, Checkpoint
 from fp8_te_init.published.load import published_tensors
 from fp8_te_init.published.names import Rename
-from fp8_te_init.published.weight import CODES
+from fp8_te_init.published.weight import CODES, E4M3
 
 
 class Sent(NamedTuple):
@@ -44,8 +49,9 @@ def stream_weights(
         model: As `load_published` filled it, whole or sharded. Adapters are not sent.
         like: The folder that was loaded: its names, dtypes and shapes are those that engines read.
         bucket_bytes: The largest size of a bucket; a row is never divided.
-        power_of_2_scales: Send codes of blocks with the next larger power of two as their scale, rounded once. Engines
-            that turn float scales into E8M0 change no value then. The trainer's values are the unrounded ones.
+        power_of_2_scales: Requantize blocks with float scales to powers of two, as vLLM does after loading for
+            DeepGEMM: to an engine that got these, the step changes no value, and an engine that got the others has
+            these afterwards. All ranks call it. The trainer's values are the unrounded ones.
         rename: As of `convert_published`.
 
     Yields:
@@ -54,9 +60,8 @@ def stream_weights(
     Raises:
         Fp8Error: `bucket_bytes` is not positive.
     """
-    files = Checkpoint(like)
-    tensors = published_tensors(model, files, rename)
-    yield from _buckets(_rescaled(tensors, files) if power_of_2_scales else tensors, bucket_bytes)
+    rows = (_requantized if power_of_2_scales else published_tensors)(model, Checkpoint(like), rename)
+    yield from _buckets(rows, bucket_bytes)
 
 
 @torch.no_grad()
@@ -111,20 +116,47 @@ def rows_of(like: str | Path) -> dict[str, int]:
     return {name: entry.shape[0] if entry.shape else 1 for name, entry in Checkpoint(like).entries.items()}
 
 
-def _rescaled(
-    tensors: Iterator[tuple[str, int, torch.Tensor]], files: Checkpoint
-) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Change codes of blocks, and the scales behind them, to powers of two; everything else stays."""
-    for name, first, tensor in tensors:
-        layout = files.layout(name) if tensor.dtype == CODES else None
-        if layout is None or layout.block != (BLOCK, BLOCK) or tensor.ndim != 2:
-            yield name, first, tensor
+def _requantized(model: nn.Module, files: Checkpoint, rename: Rename) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Yield what `published_tensors` does, with blocks of float scales as vLLM changes them for DeepGEMM.
+
+    The scale of a block is the amax of its decoded values by 448, rounded up to a power of two; the values are rounded
+    once more. Source: vLLM 0.33, `requant_weight_ue8m0_inplace` and `per_block_cast_to_fp8`.
+    """
+    grids, shapes = dict[str, ScaleGrid](), dict[str, torch.Size]()
+    for name, entry in files.entries.items():
+        with contextlib.suppress(Fp8UnsupportedError):  # no parameter is made of it
+            layout = files.layout(name) if entry.dtype == "F8_E4M3" else None
+            if layout is not None and layout.block == (BLOCK, BLOCK) and layout.dtype != torch.float8_e8m0fnu:
+                grids[name] = ScaleGrid(CastRecipe(granularity="blockwise_128x128"), len(entry.shape) == 3)
+                shapes[name] = torch.Size(entry.shape)
+
+    def walk() -> Iterator[tuple[str, Region, torch.Tensor, tuple[str, int, torch.Tensor] | None]]:
+        tensors = published_tensors(model, files, rename)
+        for name, first, rows in tensors:  # scales come behind their codes
+            region = Region.along(0, first, shapes.get(name, rows.shape))
+            yield name, region, rows, next(tensors) if name in grids else None
+
+    def decoded(name: str, region: Region, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        inv = scales.float().reshape(grids[name].shape(region.full_shape))
+        return codes.float() * grids[name].of_part(inv, codes.shape, region)
+
+    device = next(model.parameters()).device
+    sizes = {name: math.prod(grid.shape(shapes[name])) for name, grid in grids.items()}
+    bits = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()}
+    for name, region, rows, behind in walk():
+        if behind is not None:
+            values = decoded(name, region, rows, behind[2])
+            bits[name] = bits[name].maximum(grids[name].amax_bits(values, region))
+    # two ranks can hold rows of one block
+    agreed, _ = max_over_ranks(list(bits.values()), dist.group.WORLD if dist.is_initialized() else None)
+    bits = dict(zip(bits, agreed, strict=True))
+    for name, region, rows, behind in walk():
+        if behind is None:
+            yield name, region.offset[0] if region.offset else 0, rows
             continue
-        scale, _, scales = next(tensors)  # scales come behind their codes
-        old = scales.float().reshape(-(-files.entries[name].shape[0] // BLOCK), -1)
-        new = torch.exp2(torch.ceil(torch.log2(old)))
-        rows = torch.arange(first, first + len(tensor), device=old.device) // BLOCK
-        # old / new is at most 1: no code saturates, and no rank needs the amax of another's rows
-        ratio = (old / new)[rows].repeat_interleave(BLOCK, 1)[:, : tensor.shape[1]]
-        yield name, first, (tensor.float() * ratio).to(CODES)
-        yield scale, 0, new.to(scales.dtype).reshape(scales.shape)
+        grid, (scale, _, old) = grids[name], behind
+        wanted = grid.amax(bits[name], region.full_shape).clamp(1e-4) / E4M3.max
+        scale_inv = torch.exp2(torch.ceil(torch.log2(wanted)))
+        values = decoded(name, region, rows, old)
+        yield name, region.offset[0], (values / grid.of_part(scale_inv, values.shape, region)).to(CODES)
+        yield scale, 0, scale_inv.to(old.dtype).reshape(old.shape)

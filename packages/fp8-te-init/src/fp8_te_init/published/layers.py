@@ -3,12 +3,14 @@
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from fp8_common import Fp8Error, Fp8UnsupportedError, get_recipe
 from fp8_common.torch.compat import disable_compiler, distributed_like, local_of
@@ -79,10 +81,30 @@ class PublishedLinear(_Published, nn.Linear):
         return f"{super().extra_repr()}, {block}, multiply={'decoded' if self.spec is None else 'fp8'}"
 
 
+class _Fp8Experts(TorchFunctionMode):
+    """Multiplies by the experts of published stacks in FP8, in the loop that their own forward runs."""
+
+    def __init__(self, spec: LinearSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Replace `F.linear` where a published weight multiplies."""
+        if func is nn.functional.linear and not kwargs and len(args) == 2 and isinstance(args[1], PublishedWeight):
+            return fp8_linear(*args, self.spec)
+        return func(*args, **(kwargs or {}))
+
+
 class PublishedExperts(_Published):
-    """Experts of Transformers, [experts, rows, columns] stacks, whose matmuls decode one expert at a time."""
+    """Experts of Transformers, [experts, rows, columns] stacks, multiplied one expert at a time.
+
+    Attributes:
+        published_name: The name of the module in the model.
+        spec: What multiplies in FP8; None where values are decoded.
+    """
 
     published_name: str
+    spec: LinearSpec | None
 
     @disable_compiler
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -98,7 +120,8 @@ class PublishedExperts(_Published):
                     "target_parameters, or gate_proj, up_proj and down_proj of a mixture of experts) decode the whole "
                     "stack in every forward. Leave the experts out of target_modules."
                 )
-        return _own_forward(type(self))(self, *args, **kwargs)
+        with nullcontext() if self.spec is None else _Fp8Experts(self.spec):
+            return _own_forward(type(self))(self, *args, **kwargs)
 
 
 @functools.cache
@@ -119,20 +142,25 @@ def hold_linear(layer: nn.Linear, weight: PublishedWeight, multiply: Multiply) -
     """Make a layer a `PublishedLinear` with this weight."""
     adopted: Any = layer
     adopted.__class__ = PublishedLinear
-    adopted.spec = None
-    if multiply == "fp8":
-        config = LinearConfig(recipe=get_recipe(RECIPES[cast("Any", weight.stored.block)]))
-        adopted.spec = LinearSpec(config, _operand, "A published layer")
+    adopted.spec = _spec(weight, multiply)
     _hold(layer, "weight", weight)
 
 
-def hold_stack(experts: nn.Module, name: str, weight: PublishedWeight, full_name: str) -> None:
+def hold_stack(experts: nn.Module, name: str, weight: PublishedWeight, full_name: str, multiply: Multiply) -> None:
     """Give a module of experts a published stack, and the class that multiplies it; errors call it `full_name`."""
     changed: Any = experts
     changed.published_name = full_name.rpartition(".")[0]
+    changed.spec = _spec(weight, multiply)
     if not isinstance(experts, PublishedExperts):
         changed.__class__ = experts_class(type(experts))
     _hold(experts, name, weight)
+
+
+def _spec(weight: PublishedWeight, multiply: Multiply) -> LinearSpec | None:
+    if multiply == "decoded":
+        return None
+    config = LinearConfig(recipe=get_recipe(RECIPES[cast("Any", weight.stored.block)]))
+    return LinearSpec(config, _operand, "A published layer")
 
 
 def _hold(module: nn.Module, name: str, weight: PublishedWeight) -> None:

@@ -83,8 +83,8 @@ def convert_published(
             _refuse_shared(model, name, parameter)
             hold_linear(module, made, multiply)
         elif last in STACKS and parameter.ndim == 3:
-            _refuse_experts(module, name, multiply)
-            hold_stack(module, last, made, name)
+            _refuse_experts(module, name)
+            hold_stack(module, last, made, name, multiply)
         else:
             raise Fp8UnsupportedError(
                 f"{name} of a {type(module).__name__} has FP8 codes in the file: weights of nn.Linear and stacks of "
@@ -223,13 +223,15 @@ def _converted(files: Checkpoint, name: str, parameter: torch.Tensor) -> Publish
             f"{layer}: {made[0][0].high} rows are no whole number of blocks of {BLOCK}, so that two matrices of "
             "the stack would share a block."
         )
-    block = (1, 0) if stacked and block is None else block  # gate and up may have a scale each
+    rows_of_one_scale = 1
+    if stacked and block is None:  # gate and up may have a scale each
+        block, rows_of_one_scale = (1, 0), made[0][0].high
     shape = () if block is None else (*parameter.shape[:-1], 1)
     if block == (BLOCK, BLOCK):
         shape = (*parameter.shape[:-2], *(-(-size // BLOCK) for size in parameter.shape[-2:]))
     dtype = torch.uint8 if first.dtype == torch.float8_e8m0fnu else first.dtype
     scale_inv = torch.empty(shape, dtype=dtype, device=parameter.device)
-    return PublishedWeight.empty(parameter, scale_inv, block)
+    return PublishedWeight.empty(parameter, scale_inv=scale_inv, block=block, rows_of_one_scale=rows_of_one_scale)
 
 
 def _refuse_shared(model: nn.Module, name: str, parameter: torch.Tensor) -> None:
@@ -238,11 +240,11 @@ def _refuse_shared(model: nn.Module, name: str, parameter: torch.Tensor) -> None
         raise Fp8UnsupportedError(f"{name} has FP8 codes in the file, and its weight is shared by {', '.join(others)}.")
 
 
-def _refuse_experts(module: nn.Module, name: str, multiply: Multiply) -> None:
+def _refuse_experts(module: nn.Module, name: str) -> None:
     flags = [flag for flag in ("is_transposed", "has_bias") if getattr(module, flag, False)]
-    if flags or not getattr(module, "is_concatenated", True) or multiply == "fp8":
-        why = 'multiply="fp8" is for linear layers' if multiply == "fp8" else f"of {type(module).__name__} with {flags}"
-        raise Fp8UnsupportedError(f"{name}: stacks of experts cannot be loaded: {why}.")
+    if flags or not getattr(module, "is_concatenated", True):
+        kind = type(module).__name__
+        raise Fp8UnsupportedError(f"{name}: stacks of experts cannot be loaded: of {kind} with {flags}.")
 
 
 # ---------------------------------------------------------------- tensors and their sources

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fp8_common import CastRecipe, Fp8Error, Fp8UnsupportedError
+from fp8_common import CastRecipe, Fp8Error
 from fp8_common.torch.compat import distributed_like, local_of
 from fp8_common.torch_layers.sharding.agreement import group_of_parts, max_by_group
 from fp8_common.torch_layers.sharding.fsdp import region_of
@@ -37,22 +37,18 @@ class PublishedOptimizer:
 
     Raises:
         Fp8Error: The model has no published weights.
-        Fp8UnsupportedError: A stack of experts has published weights, or a layer multiplies in FP8.
     """
 
     def __init__(self, optimizer: Callable[..., Optimizer], model: nn.Module, **options: Any) -> None:
         self._masters: list[tuple[nn.Parameter, nn.Parameter]] = []
         trained = []
         reshard(model)
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             weight = published_of(parameter)
             if weight is None:
                 if parameter.requires_grad:
                     trained.append(parameter)
                 continue
-            layer = model.get_submodule(name.rpartition(".")[0])
-            if weight.ndim == 3 or getattr(layer, "spec", None) is not None:
-                raise Fp8UnsupportedError(f"{name} cannot be trained: stacks, and multiply='fp8', stay frozen.")
             parameter.requires_grad_(True)
             stored = weight.stored
             values = stored.values(0, stored.length, torch.float32)
@@ -105,7 +101,7 @@ class PublishedOptimizer:
         for parameter, master in self._masters:
             weight: Any = published_of(parameter)
             granularity: Any = GRANULARITIES[weight.stored.block]
-            grid = ScaleGrid(CastRecipe(granularity=granularity))
+            grid = ScaleGrid(CastRecipe(granularity=granularity), stacked=weight.ndim == 3)
             values, region = local_of(master).detach(), region_of(parameter)
             parts.append((weight.stored, grid, values, region, group_of_parts(parameter)))
         bits, _ = max_by_group([(grid.amax_bits(values, region), group) for _, grid, values, region, group in parts])
@@ -114,7 +110,10 @@ class PublishedOptimizer:
 
 
 def _write(stored: Stored, grid: ScaleGrid, values: torch.Tensor, region: Region, amax: torch.Tensor) -> None:
-    """Write scales of the whole weight, and codes of the rows that are held here."""
+    """Write scales of the whole weight, and codes of the rows, or experts, that are held here."""
+    if stored.rows_of_one_scale > 1:
+        matrices = amax.unflatten(1, (-1, stored.rows_of_one_scale))
+        amax = matrices.amax(2, keepdim=True).expand_as(matrices)
     wanted = amax.reshape(stored.scale_inv.shape) / E4M3.max
     if stored.scale_inv.dtype == torch.uint8:
         # the exponent field of the next power of two; a block of zeros gets the smallest

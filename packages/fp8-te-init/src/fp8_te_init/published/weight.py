@@ -51,6 +51,7 @@ class Stored:
         shape: That of the whole weight.
         first: Index of the first row, or expert, that is held here.
         dtype: What the weight stands for: float32, bfloat16 or float16.
+        rows_of_one_scale: Rows that share a scale in the file, where `block` is (1, 0) and it has one for a matrix.
     """
 
     codes: torch.Tensor
@@ -59,6 +60,7 @@ class Stored:
     shape: torch.Size
     first: int
     dtype: torch.dtype
+    rows_of_one_scale: int = 1
 
     @property
     def length(self) -> int:
@@ -105,11 +107,15 @@ class PublishedWeight(torch.Tensor):
         return self
 
     @staticmethod
-    def empty(like: torch.Tensor, scale_inv: torch.Tensor, block: Block) -> "PublishedWeight":
-        """Return a weight of the shape, dtype and device of `like`, whose codes and scales come later."""
+    def empty(like: torch.Tensor, **known: Any) -> "PublishedWeight":
+        """Return a weight of the shape, dtype and device of `like`, whose codes and scales come later.
+
+        Args:
+            like: A parameter.
+            **known: `scale_inv`, `block` and `rows_of_one_scale` of `Stored`.
+        """
         codes = torch.empty(like.shape, dtype=torch.uint8, device=like.device)
-        stored = Stored(codes=codes, scale_inv=scale_inv, block=block, shape=like.shape, first=0, dtype=like.dtype)
-        return PublishedWeight(codes, stored)
+        return PublishedWeight(codes, Stored(codes=codes, shape=like.shape, first=0, dtype=like.dtype, **known))
 
     @property
     def stored(self) -> Stored:
@@ -250,9 +256,13 @@ def reshard(model: nn.Module) -> None:
 
 
 def operand_of(weight: PublishedWeight) -> Quantized:
-    """Return a whole weight as an operand of an FP8 matmul, with the file's scales."""
-    codes, scale_inv = weight.codes, scales_in_float32(weight.scale_inv)
-    return Quantized(codes, scale_inv, E4M3, None if weight.stored.block == (1, 0) else weight.stored.block)
+    """Return a whole weight, or one expert of a whole stack, as an operand of an FP8 matmul, with the file's scales."""
+    codes, scale_inv, stored = weight.codes, weight.scale_inv, weight.stored
+    if stored.codes.ndim > codes.ndim:
+        offset = codes.storage_offset() - stored.codes.storage_offset()
+        scale_inv = scale_inv[stored.first + offset // codes.numel()]
+    block = None if stored.block == (1, 0) else stored.block
+    return Quantized(codes, scales_in_float32(scale_inv), E4M3, block)
 
 
 def scales_in_float32(scale_inv: torch.Tensor) -> torch.Tensor:

@@ -1,29 +1,37 @@
-"""What leaves a model of published weights: streams to engines with digests, and merged adapters."""
+"""Streams of published weights to engines, with digests, also of what an engine has after its own step."""
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fp8_common import CastRecipe, Fp8Error, Fp8UnsupportedError
+from fp8_common import CastRecipe, Fp8Error
 from fp8_common.torch_layers.export import serving_state_dict
 from fp8_te_init.published import (
     Receiver,
     convert_published,
     load_published,
-    merge_adapter,
-    merge_report,
     rows_of,
-    save_published,
     stream_tensors,
     stream_weights,
 )
 from fp8_te_init.published.digests import digest
-from fp8_te_init.published.weight import published_of
-from tests.helpers.published_files import MOE, ODD, tensors_of, values_of, wide, write
-from tests.helpers.published_models import ALL, Llama, adapt, batch, draw_adapters
+from tests.helpers.published_files import (
+    MOE,
+    ODD,
+    VLLM_CODES,
+    VLLM_SCALES,
+    drawn_blocks,
+    engine_requantizes,
+    tensors_of,
+    values_of,
+    wide,
+    write,
+)
+from tests.helpers.published_models import Llama
 from tests.helpers.tensors import same
 
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -139,13 +147,17 @@ def digests_of_rank(rank, world, folder):
     return sums
 
 
-def engine_requantizes(codes, scale):
-    """vLLM 0.33, `requant_weight_ue8m0_inplace`: amax of decoded blocks, the next power of two, rounded again."""
-    values = codes.float() * wide(scale.float(), codes.shape)
-    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % 128, 0, -values.shape[0] % 128))
-    amax = padded.view(padded.shape[0] // 128, 128, -1, 128).abs().amax((1, 3)).clamp(min=1e-4)
-    new = torch.exp2(torch.ceil(torch.log2(amax / 448)))
-    return (values / wide(new, values.shape)).to(torch.float8_e4m3fn).float() * wide(new, values.shape)
+def requantized_values(codes, scale):
+    codes, scale = engine_requantizes(codes, scale)
+    return codes.float() * wide(scale, codes.shape)
+
+
+def test_the_engine_of_these_tests_is_vllm():
+    """A digest of what vLLM 0.33's own function made of these codes, on a CPU; see `test_with_vllm`."""
+    codes, scale = drawn_blocks()
+    codes, scale = engine_requantizes(codes, scale)
+    assert digest("codes", 0, codes.view(torch.uint8).numpy()) == VLLM_CODES
+    assert digest("scale", 0, scale.view(torch.uint8).numpy()) == VLLM_SCALES
 
 
 def test_with_powers_of_two_an_engine_changes_no_value_when_it_makes_e8m0_scales(tmp_path):
@@ -157,89 +169,59 @@ def test_with_powers_of_two_an_engine_changes_no_value_when_it_makes_e8m0_scales
     codes, scale = arrived[name], arrived[f"{name}_scale_inv"]
     assert torch.equal(torch.log2(scale), torch.log2(scale).round())
     values, exact = codes.float() * wide(scale, codes.shape), values_of(tensors, name, torch.float32)
-    assert torch.equal(engine_requantizes(codes, scale), values)
-    moved = engine_requantizes(tensors[name], tensors[f"{name}_scale_inv"])
+    assert torch.equal(requantized_values(codes, scale), values)
+    moved = requantized_values(tensors[name], tensors[f"{name}_scale_inv"])
     assert 0.01 < float((moved - exact).norm() / exact.norm()) < 0.05, "what float scales lose there"
     assert 0.01 < float((values - exact).norm() / exact.norm()) < 0.05, "rounded once, before the engine"
     assert same(arrived["lm_head.weight"], tensors["lm_head.weight"])
     assert torch.equal(codes.float().isnan(), torch.zeros(codes.shape, dtype=torch.bool))
 
 
-# ---------------------------------------------------------------- merges
+def shrink_blocks(folder):
+    """Let some blocks use a part of the range, as blocks do whose scales were not made of their own amax."""
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, codes in tensors.items():
+            if name.endswith(".weight") and codes.dtype == torch.float8_e4m3fn:
+                codes[:128] = (codes[:128].float() / 5).to(codes.dtype)
+                codes[:, 128:] = (codes[:, 128:].float() * 0).to(codes.dtype)
+        save_file(tensors, file, metadata={"format": "pt"})
+    return folder
 
 
-def with_delta(folder, size):
-    """Return a model with adapters whose deltas have this share of the weights' norms."""
-    model = draw_adapters(adapt(loaded(folder), ALL, rank=16, dtype=torch.float32))
-    for layer in model.modules():
-        if hasattr(layer, "lora_B"):
-            factor = (
-                size * layer.base_layer.weight.dequantize().float().norm() / layer.get_delta_weight("default").norm()
-            )
-            layer.lora_B["default"].weight.data.mul_(factor)
-    return model
-
-
+@pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("size", "share", "error", "advice"),
-    [
-        (1e-3, (0.02, 0.08), (0.95, 1.0), "apart"),
-        (1e-2, (0.3, 0.5), (0.8, 0.9), "bfloat16"),
-        (3e-2, (0.7, 0.9), (0.5, 0.7), "bfloat16"),
-    ],
+    ("config", "layout"), [(ODD, "deepseek"), (MOE, "qwen"), (ODD, "modelopt-blocks"), (ODD, "deepseek-v4")]
 )
-def test_the_report_says_how_little_of_an_adapter_arrives_in_codes(tmp_path, size, share, error, advice):
-    model = with_delta(write(tmp_path), size)
-    before = {
-        name: weight.codes.clone() for name, p in model.named_parameters() if (weight := published_of(p)) is not None
-    }
-    report = merge_report(model)
-    assert len(report) == 14
-    for one in report:
-        assert one.size == pytest.approx(size, rel=0.01)
-        assert share[0] < one.share < share[1]
-        assert error[0] < one.error < error[1]
-        assert one.copy_error < one.error or size == 1e-3
-        assert one.advice == advice
-    assert f"{LAYER}" in str(report)
-    assert all(same(published_of(model.get_parameter(name)).codes, codes) for name, codes in before.items())
+@pytest.mark.parametrize("world", [1, 3])
+def test_digests_of_powers_of_two_are_those_of_an_engine_after_its_own_step(run_ranks, tmp_path, config, layout, world):
+    """The engine got the weights as they are; what it has after its step is checked against the other stream."""
+    folder = shrink_blocks(write(tmp_path, config, layout))
+    receiver, engine = Receiver(rows_of(folder)), tensors_of(folder)
+    scales = [name for name, one in engine.items() if "scale" in name and one.ndim > 1 and one.dtype.itemsize > 1]
+    for scale in scales:
+        name, shape = scale.rpartition("_scale")[0], engine[scale].shape
+        codes, new = engine_requantizes(engine[name], engine[scale].reshape(-(-len(engine[name]) // 128), -1))
+        changed = not same(codes, engine[name])
+        engine[name], engine[scale] = codes, new.to(engine[scale].dtype).reshape(shape)
+        assert changed
+    assert bool(scales) == (layout != "deepseek-v4"), "E8M0 scales stay"
+    for sent in run_ranks(world, digests_after_the_step, str(folder), config):
+        for name, first, rows, wanted in sent:
+            whole = engine[name].view(1) if engine[name].ndim == 0 else engine[name]
+            data = whole[first : first + rows].contiguous().view(torch.uint8).reshape(rows, -1).numpy()
+            assert receiver.take(name, first, data, wanted), name
+    assert receiver.missing() == []
 
 
-def test_a_merge_is_what_the_report_said_and_codes_are_saved(tmp_path):
-    folder = write(tmp_path / "in")
-    model = with_delta(folder, 3e-2)
-    (one, *_) = merge_report(model)
-    layer = model.get_submodule(one.name)
-    old, delta = layer.base_layer.weight.dequantize().float(), layer.get_delta_weight("default").detach()
-    wanted = model(batch(0)).detach()
-    merge_adapter(model, [one.name], into="codes")
-    arrived = layer.base_layer.weight.dequantize().float() - old
-    assert float((arrived - delta).norm() / delta.norm()) == pytest.approx(one.error, abs=0.1)
-    assert not layer.get_delta_weight("default").any()
-    save_published(model, tmp_path / "out", folder)
-    tensors, before = tensors_of(tmp_path / "out"), tensors_of(folder)
-    assert {name for name in tensors if not same(tensors[name], before[name])} == {f"{one.name}.weight"}
-    names = [other.name for other in merge_report(model) if other.name != one.name]
-    merge_adapter(model, names, into="bfloat16")
-    assert published_of(model.get_submodule(names[0]).base_layer.weight) is None
-    assert model.get_submodule(names[0]).base_layer.weight.dtype == torch.bfloat16
-    got = model(batch(0)).detach()
-    assert float((got - wanted).norm() / wanted.norm()) < 0.05
-    assert not any(f"{name}.base_layer.weight_scale_inv" in model.state_dict() for name in names)
-
-
-def test_what_cannot_be_merged_is_an_error(tmp_path):
-    folder = write(tmp_path)
-    with pytest.raises(Fp8Error, match="no adapter 'default' beside a published weight"):
-        merge_report(loaded(folder))
-    model = with_delta(folder, 1e-2)
-    with pytest.raises(Fp8Error, match="No adapter 'default' beside published weights at lm_head"):
-        merge_adapter(model, ["lm_head"], into="codes")
-    with pytest.raises(Fp8Error, match='into must be "bfloat16" or "codes"'):
-        merge_adapter(model, [LAYER], into="float32")
-    dora = adapt(loaded(folder), ("q_proj",), magnitude=True)
-    with pytest.raises(Fp8UnsupportedError, match=rf"{LAYER} has DoRA"):
-        merge_report(dora)
+def digests_after_the_step(rank, world, folder, config):
+    model = Llama(config)
+    convert_published(model, folder)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    load_published(model, folder)
+    stream = stream_weights(model, folder, bucket_bytes=50_000, power_of_2_scales=True)
+    return [(name, first, len(rows), wanted) for bucket in stream for name, first, rows, wanted in bucket]
 
 
 @pytest.mark.distributed
