@@ -140,20 +140,30 @@ def test_a_saved_model_is_what_transformers_loads(tmp_path):
         assert same(model(input_ids=batch(0)).logits, theirs(input_ids=batch(0)).logits)
 
 
-def test_a_fully_fine_tuned_model_is_saved_as_transformers_loads_it(tmp_path):
-    folder = write(tmp_path / "in", ODD | {"head_dim": 64, "intermediate_size": 384}, "qwen")
+@pytest.mark.parametrize("multiply", ["decoded", "fp8"])
+@pytest.mark.parametrize("config", [ODD | {"head_dim": 64, "intermediate_size": 384}, MOE], ids=["dense", "experts"])
+def test_a_fully_fine_tuned_model_is_saved_as_transformers_loads_it(tmp_path, config, multiply):
+    folder = write(tmp_path / "in", config, "qwen")
     model = on_meta(folder)
-    load_published(model, folder)
+    load_published(model, folder, multiply=multiply)
     optimizer = PublishedOptimizer(torch.optim.AdamW, model, lr=1e-2)
     for step in range(2):
         model(input_ids=batch(step), labels=batch(step)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     save_published(model, tmp_path / "out", folder)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    changed, before = tensors_of(tmp_path / "out"), tensors_of(folder)
+    coded = {name for name, tensor in before.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert len(coded) in (14, 38)
+    assert not any(same(changed[name], before[name]) for name in coded)
+    theirs = on_meta(tmp_path / "out")
+    load_published(theirs, tmp_path / "out")
     with torch.no_grad():
-        logits = [net(input_ids=batch(0)).logits for net in (model, theirs)]
-    assert torch.equal(*logits)
+        decoded = theirs(input_ids=batch(0)).logits
+        assert same(model(input_ids=batch(0)).logits, decoded) == (multiply == "decoded")
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+        theirs.set_experts_implementation("eager")
+        assert torch.equal(theirs(input_ids=batch(0)).logits, decoded)
 
 
 def test_adapters_are_saved_and_loaded_by_peft_alone(tmp_path):
