@@ -102,3 +102,33 @@ def test_what_nobody_uses_is_not_computed(as_on_gpu, used, name):
     found = jax.core.eval_jaxpr(alone, closed.consts, x)
     for one, wanted in zip(found, cast(x), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(wanted))
+
+
+def by_row(x, w):
+    scaling = owg.CurrentScaling(granularity="row")
+    return owg.fp8_dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), scaling=scaling)
+
+
+@pytest.mark.own_trace
+@pytest.mark.parametrize(("lhs", "rhs"), [((16, 24), (24, 8)), ((2, 8, 24), (24, 2, 4)), ((2, 3, 5), (5, 7))])
+def test_rows_and_columns_are_cast_together_and_saved_as_codes(as_on_gpu, monkeypatch, capsys, lhs, rhs):
+    random = np.random.default_rng(0)
+    x, w = (jnp.asarray(random.standard_normal(shape), jnp.bfloat16) for shape in (lhs, rhs))
+
+    def step(x, w):
+        y, pull = jax.vjp(by_row, x, w)
+        return y, *pull(y)
+
+    program = str(jax.make_jaxpr(step)(x, w))
+    assert program.count("fp8_rowwise") == 0
+    # a jitted function that two casts of one shape share is printed once
+    assert program.count("= fp8_amax_both") in (2, 3)
+    print_saved_residuals(by_row, x, w)
+    assert "bf16" not in capsys.readouterr().out
+    found = jax.jit(step)(x, w)
+    monkeypatch.setattr(kernels, "_obstacle", lambda: "there is no GPU")
+    monkeypatch.setattr(kernels, "_gpu_capability", lambda: None)
+    jax.clear_caches()
+    for one, wanted in zip(found, jax.jit(step)(x, w), strict=True):
+        assert one.dtype == wanted.dtype
+        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(wanted, np.float32), rtol=2**-7, atol=1e-5)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import _aot as aot
-from fp8_common import Fp8UnsupportedError, get_format
+from fp8_common import CANONICAL, Fp8UnsupportedError, get_format
 from fp8_common import _kernels as plans
 from fp8_common._kernels import compile_launch
 
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from fp8_common import jax as jax_fp8
 from fp8_common.jax import _kernels as kernels
 from fp8_common.jax import casts as jax_casts
+from fp8_common.jax import slices as jax_slices
 
 SCALE, SHAPE, SIZE, SQUARE = np.float32(3), (256, 512), 256 * 512, (128, 128)
 ROWS = partial(jax_fp8.quantize_rowwise, fmt="e4m3")
@@ -90,6 +91,24 @@ def test_jax_embeds_the_ptx_of_the_plan(name, capability, dtype, fmt):
     assert compile_launch(plan, capability, ptx_version=version).ptx.encode() in call
     inputs = [name for name, kind in plan.inputs.items() if kind]
     assert list(plan.pointers) == [*inputs, *plan.outputs], "arguments are passed inputs first"
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (4, 64, 512), (8, 16, 32)])
+def test_casts_of_rows_and_columns_are_two_launches(shape):
+    """And one more for what XLA fuses between them: the scales of all rows and columns."""
+
+    def both(x):
+        return jax_slices.cast_slices_both(x, get_format("e4m3"), len(shape) - 1, CANONICAL)
+
+    sizes = shape[:-1], shape[-1]
+    m, n = int(np.prod(sizes[0])), sizes[1]
+    calls = embedded_calls(lowered(both, shape=shape))
+    made = [plans.amax_both(m, n, "bfloat16"), plans.cast_both(m, n, "bfloat16", "e4m3")]
+    assert len(calls) == 2
+    for call, plan in zip(calls, made, strict=True):
+        assert compile_launch(plan, 90, ptx_version=kernels.OLDEST_PTX).ptx.encode() in call
+    odd = embedded_calls(lowered(lambda x: jax_slices.cast_slices_both(x, get_format("e4m3"), 1, CANONICAL), (6, 32)))
+    assert len(odd) == 1, "codes of four rows are written at once"
 
 
 def test_a_program_for_cpu_and_cuda_holds_both():

@@ -4,7 +4,7 @@ They work eagerly and under jit, vmap, grad and shard_map, with 64-bit types dis
 promotion. Everything has zero gradients except `fake_quantize`, which is straight-through. Formats, policies
 and errors are those of `fp8_common`. Needs jax >= 0.10.1.
 
-Plugins also use the modules without an underscore: `arrays` and `casts`.
+Plugins also use the modules without an underscore: `arrays`, `casts` and `slices`.
 """
 
 from fp8_common.plugin import extra
@@ -29,9 +29,9 @@ from fp8_common.jax.casts import (
     dequantize,
     fake_quantize,
     quantize,
-    quantize_rowwise,
     quantize_stochastic,
 )
+from fp8_common.jax.slices import quantize_rowwise
 
 __all__ = [
     "Quantized",

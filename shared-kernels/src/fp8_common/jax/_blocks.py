@@ -14,7 +14,8 @@ from fp8_common.formats import E8M0, Format, get_data_format
 from fp8_common.jax._kernels import KernelOp
 from fp8_common.jax._scales import amax_to_e8m0, amax_to_scale, e8m0_to_scale, e8m0_to_scale_inv, reciprocal
 from fp8_common.jax.arrays import as_codes, as_float32, as_native
-from fp8_common.jax.casts import amax_by_jnp, as_matrix, multiply_back, quantize_by_jnp
+from fp8_common.jax.casts import amax_by_jnp, multiply_back, quantize_by_jnp
+from fp8_common.jax.slices import as_matrix
 from fp8_common.policy import CANONICAL, MxMode, ScalePolicy
 
 

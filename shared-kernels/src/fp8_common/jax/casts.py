@@ -1,8 +1,8 @@
-"""Casts to FP8 and back, with scales of tensors and rows: one definition each, and the kernels they run as.
+"""Casts to FP8 and back with scales of tensors: one definition each, and the kernels they run as.
 
 Data has the format's native dtype (`jnp.float8_e4m3fn`, ...). Everything here has zero gradients but `fake_quantize`.
-Formats, policies and dtypes are static under jit. `cast`, `cast_with_amax`, `cast_transpose`, `cast_slices` and
-`multiply_back` are for plugins.
+Formats, policies and dtypes are static under jit. `cast`, `cast_with_amax`, `cast_transpose` and `multiply_back`
+are for plugins.
 """
 
 import math
@@ -16,11 +16,11 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from fp8_common._reference.quantize import Quantized
 from fp8_common._reference.scaling import INF_KEY, INPUT_DTYPES
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format, get_data_format
-from fp8_common.jax._kernels import KernelOp, selects_kernels
+from fp8_common.jax._kernels import KernelOp
+from fp8_common.jax._kernels import selects_kernels as selects_kernels
 from fp8_common.jax._kernels import traced_capability as traced_capability
 from fp8_common.jax._rounding import (
     check_random_bits,
@@ -30,7 +30,7 @@ from fp8_common.jax._rounding import (
     round_to_codes_at_random,
     round_to_native,
 )
-from fp8_common.jax._scales import amax_to_scale, reciprocal
+from fp8_common.jax._scales import reciprocal
 from fp8_common.jax.arrays import (
     as_codes,
     as_float32,
@@ -43,7 +43,6 @@ from fp8_common.jax.arrays import (
     product_into,
     to_bits,
 )
-from fp8_common.policy import CANONICAL, ScalePolicy
 
 FOLDS = 8
 FOLD_FROM_BYTES = 1 << 16
@@ -194,7 +193,8 @@ def quantize_by_jnp(x: jax.Array, scale: jax.Array, *, fmt: Format) -> jax.Array
 
 
 @partial(jax.jit, static_argnames="fmt", inline=True)
-def _cast(x: jax.Array, scale: jax.Array, *, fmt: Format) -> jax.Array:
+def cast_by_jnp(x: jax.Array, scale: jax.Array, *, fmt: Format) -> jax.Array:
+    """Return `cast` as jnp code."""
     # In the range of scales it does not matter that XLA flushes subnormals: they round to zero in every format.
     value = x.astype(jnp.float32)
     return round_to_native(value * scale, fmt, lax.ge(float_key(value), np.int32(INF_KEY)))
@@ -213,10 +213,10 @@ def _alone(function: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array]
 
 
 _QUANTIZE = KernelOp(name="fp8_quantize", reference=_alone(quantize_by_jnp), plan=_plan, fits=_has_one_scale)
-_CAST = KernelOp(name="fp8_cast", reference=_alone(_cast), plan=_plan, fits=_has_one_scale)
+_CAST = KernelOp(name="fp8_cast", reference=_alone(cast_by_jnp), plan=_plan, fits=_has_one_scale)
 _CAST_WITH_AMAX = KernelOp(
     name="fp8_cast_with_amax",
-    reference=lambda x, scale, *, fmt: (_cast(x, scale, fmt=fmt), *_key_of_amax(x)),
+    reference=lambda x, scale, *, fmt: (cast_by_jnp(x, scale, fmt=fmt), *_key_of_amax(x)),
     plan=lambda plans, x, scale, *, fmt: plans.cast(x.size, str(x.dtype), fmt, with_amax=True),
     fits=_has_one_scale,
     smaller={(True, False): (_CAST, 2, ("fmt",)), (False, True): (_AMAX_KEY, 1, ())},
@@ -224,7 +224,7 @@ _CAST_WITH_AMAX = KernelOp(
 
 
 def _transposed_too(x: jax.Array, scale: jax.Array, *, fmt: Format, split: int) -> tuple[jax.Array, jax.Array]:
-    data = _cast(x, scale, fmt=fmt)
+    data = cast_by_jnp(x, scale, fmt=fmt)
     # Not as a matrix: the partitioner may have sharded any of the dimensions.
     return data, lax.transpose(data, (*range(split, x.ndim), *range(split)))
 
@@ -340,60 +340,3 @@ def _straight_through(
     fmt: Format, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     return _fake_quantize(*primals, fmt), tangents[0]
-
-
-# ---------------------------------------------------------------- a scale for each row
-
-
-def quantize_rowwise(x: ArrayLike, fmt: str | Format, axis: int = -1, policy: ScalePolicy = CANONICAL) -> Quantized:
-    """Quantize with one scale for each slice along `axis`.
-
-    Args:
-        x: float16, bfloat16 or float32, any shape of at least one dimension.
-        fmt: The FP8 format.
-        axis: The axis that shares a scale: -1 gives a scale per row, 0 a scale per column of a matrix.
-        policy: The scale rule.
-
-    Returns:
-        float8 data of the shape of `x`; float32 scales of that shape with `axis` of length 1.
-
-    Raises:
-        Fp8Error: Unsupported dtype or format.
-    """
-    as_float32(x)
-    return Quantized(*_ROWS(x, axis=axis, fmt=get_data_format(fmt), policy=policy))
-
-
-def cast_slices(x: jax.Array, fmt: Format, axes: tuple[int, ...], policy: ScalePolicy) -> tuple[jax.Array, jax.Array]:
-    """Return float8 data of the shape of `x`, and float32 scales, one for each slice along `axes`, of length 1 there.
-
-    The same bits as `cast` with the scales of `amax_to_scale`; static arguments as there.
-    """
-    if len(axes) == 1 and x.ndim > 1 and selects_kernels():
-        # The kernel reads rows. XLA's matmuls want their summed dimension last, so the transpose is needed anyhow.
-        data, scale = _ROWS(jnp.moveaxis(x, axes[0], -1), axis=-1, fmt=fmt, policy=policy)
-        return jnp.moveaxis(data, -1, axes[0]), jnp.moveaxis(scale, -1, axes[0])
-    scale = amax_to_scale(amax_by_jnp(x, axis=axes, keepdims=True), fmt, policy)
-    return cast(x, scale, fmt), scale
-
-
-def _rows(x: jax.Array, *, axis: int, fmt: Format, policy: ScalePolicy) -> tuple[jax.Array, jax.Array]:
-    scale = amax_to_scale(amax_by_jnp(x, axis=axis, keepdims=True), fmt, policy)
-    return quantize_by_jnp(x, scale, fmt=fmt), scale
-
-
-def _plan_of_rows(plans: Any, x: Any, *, axis: int, fmt: Format, policy: ScalePolicy) -> Any:
-    return plans.rowwise(*as_matrix(x), str(x.dtype), fmt, policy, inverse=False)
-
-
-def as_matrix(x: Any) -> tuple[int, int]:
-    """Return rows and columns of an array whose last dimension is a row."""
-    return math.prod(x.shape[:-1]), x.shape[-1]
-
-
-_ROWS = KernelOp(
-    name="fp8_rowwise",
-    reference=_rows,
-    plan=_plan_of_rows,
-    fits=lambda x, *, axis, fmt, policy: x.ndim > 0 and axis % x.ndim == x.ndim - 1,  # the last shares a scale
-)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from fp8_jax_owg.dots.dot import Precision, constrain
+from fp8_jax_owg.dots.contraction import constrain
+from fp8_jax_owg.dots.dot import Precision
 from fp8_jax_owg.dots.operands import as_operand
 from fp8_jax_owg.dots.product import Bilinear, multiply
 from fp8_jax_owg.scaling import ScalingChoice, Tensor

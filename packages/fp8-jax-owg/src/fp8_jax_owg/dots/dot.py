@@ -1,138 +1,35 @@
-"""`fp8_dot_general` and `fp8_einsum`: matmuls of two arrays in FP8, with their two gradients.
-
-A matmul and its two transposes are written with one letter per dimension: `Contraction("mk", "kn", "mn")` is a matrix
-product. Its gradients are contractions with the letters swapped, so one description serves all three.
-"""
+"""`fp8_dot_general` and `fp8_einsum`: matmuls of two arrays in FP8, with their two gradients."""
 
 import dataclasses
-from collections.abc import Sequence
 from functools import partial
-from string import ascii_letters
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 
-from fp8_common import Fp8Error
-from fp8_common.jax.arrays import divide_nearest, vary_alike
-from fp8_common.jax.casts import cast_slices, selects_kernels
+from fp8_common import Format, Fp8Error, ScalePolicy
+from fp8_common.jax.arrays import as_native, divide_nearest, vary_alike
+from fp8_common.jax.casts import selects_kernels
+from fp8_common.jax.slices import cast_slices, cast_slices_both
 from fp8_jax_owg.derivatives import check_derivative
+from fp8_jax_owg.dots.contraction import Contraction, DimensionNumbers, is_explicit
 from fp8_jax_owg.dots.einsum import as_letters
-from fp8_jax_owg.dots.operands import Fp8Param, Kernel, as_kernel, as_operand, may_spread, refuse_explicit_axes
+from fp8_jax_owg.dots.operands import (
+    Fp8Param,
+    Kernel,
+    as_codes,
+    as_kernel,
+    as_operand,
+    may_spread,
+    refuse_explicit_axes,
+)
 from fp8_jax_owg.dots.product import Bilinear, multiply
 from fp8_jax_owg.scaling import Scaling, ScalingChoice, Tensor
 from fp8_jax_owg.state.cotangents import first_order_only
 from fp8_jax_owg.state.pairs import Meta
-
-DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
-
-
-class Contraction(NamedTuple):
-    """A product of two operands; every letter stands in two of the three places.
-
-    Attributes:
-        lhs: Letters of the dimensions of the first operand.
-        rhs: Letters of the second.
-        out: Letters of the result.
-    """
-
-    lhs: str
-    rhs: str
-    out: str
-
-    @classmethod
-    def from_dimension_numbers(cls, dims: DimensionNumbers, lhs_ndim: int, rhs_ndim: int) -> "Contraction":
-        """Describe `lax.dot_general`: the result has batch dimensions, then those of lhs, then those of rhs."""
-        (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = dims
-        lhs, rhs = list(ascii_letters[:lhs_ndim]), list(ascii_letters[lhs_ndim : lhs_ndim + rhs_ndim])
-        for i, j in zip((*lhs_batch, *lhs_sum), (*rhs_batch, *rhs_sum), strict=True):
-            rhs[j] = lhs[i]
-        one_sided = [letter for letter in lhs + rhs if (letter in lhs) != (letter in rhs)]
-        # The order of `lax.dot_general`: batch, what is left of lhs, what is left of rhs.
-        return cls("".join(lhs), "".join(rhs), "".join([lhs[i] for i in lhs_batch] + one_sided))
-
-    @property
-    def summed(self) -> str:
-        """Letters that the product sums over."""
-        return "".join([letter for letter in self.lhs if letter not in self.out])
-
-    @property
-    def for_lhs(self) -> "Contraction":
-        """The product of the output gradient and rhs that gives the gradient of lhs."""
-        return Contraction(self.out, self.rhs, self.lhs)
-
-    @property
-    def for_rhs(self) -> "Contraction":
-        """The product of lhs and the output gradient that gives the gradient of rhs."""
-        return Contraction(self.lhs, self.out, self.rhs)
-
-    def axes_of(self, letters: str) -> tuple[int, ...]:
-        """Return where an operand with these letters is summed over."""
-        return tuple([i for i, letter in enumerate(letters) if letter in self.summed])
-
-    def apply(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        dtype: DTypeLike,
-        precision: lax.Precision | None = None,
-        like: Any = None,
-        out_sharding: Any = None,
-    ) -> jax.Array:
-        """Return the product in `dtype`; one `lax.dot_general`, and a transpose if the order needs it.
-
-        Args:
-            lhs: The first operand.
-            rhs: The second.
-            dtype: Of the result.
-            precision: As in `lax.dot_general`.
-            like: The type of what the result is the gradient of: on explicit meshes it gets the same sharding.
-            out_sharding: Of the result, where it is no gradient.
-        """
-        sharding = out_sharding if like is None else like.sharding
-        result = jnp.einsum(
-            f"{self.lhs},{self.rhs}->{self.out}",
-            lhs,
-            rhs,
-            precision=precision,
-            preferred_element_type=dtype,
-            out_sharding=sharding if _is_explicit(sharding) else None,
-        )
-        return constrain(result, out_sharding)
-
-    def align(self, x: jax.Array, letters: str) -> jax.Array:
-        """Return something with the dimensions of an operand (summed ones of length 1), shaped to scale the result."""
-        kept = "".join([letter for letter in self.out if letter in letters])
-        # along what is summed over there is one scale
-        x = jnp.einsum(f"{letters}->{kept}", x)
-        return jnp.expand_dims(x, [i for i, letter in enumerate(self.out) if letter not in kept])
-
-
-# ---------------------------------------------------------------- shardings over explicit axes
-
-# On a mesh with `AxisType.Explicit` the sharding of an array is part of its type. JAX then wants to be told how the
-# result of a matmul is sharded that sums over a sharded dimension, as both gradients of a layer do.
-
-
-def _is_explicit(sharding: Any) -> bool:
-    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else jax.sharding.get_abstract_mesh()
-    return sharding is not None and AxisType.Explicit in mesh.axis_types
-
-
-def constrain(x: jax.Array, sharding: Any) -> jax.Array:
-    """Return `x` with the sharding that a layer was asked for, or None."""
-    if sharding is None:
-        return x
-    # Over explicit axes `with_sharding_constraint` only asserts what the type says; resharding changes it.
-    place = jax.sharding.reshard if _is_explicit(sharding) else lax.with_sharding_constraint
-    return place(x, sharding)
-
-
-# ---------------------------------------------------------------- matmuls
 
 Precision = Any
 """What `lax.dot_general` takes as precision."""
@@ -171,19 +68,20 @@ class Matmul(Bilinear):
         letters, summed = self.contraction, self.contraction.summed
         kept, right = letters.lhs.removesuffix(summed), letters.rhs.removeprefix(summed)
         is_matrix = kept and summed and right and letters == (kept + summed, summed + right, kept + right)
-        spread = any(map(may_spread, jax.tree.leaves((lhs, rhs)))) or _is_explicit(self.out_sharding)
+        spread = any(map(may_spread, jax.tree.leaves((lhs, rhs)))) or is_explicit(self.out_sharding)
         if not is_matrix or isinstance(rhs, Fp8Param) or spread or not selects_kernels():
             return self
         return dataclasses.replace(self, transposes=True)
 
-    def _transposed(self, tensor: Tensor, letters: str) -> str:
+    def transposed(self, tensor: Tensor, letters: str) -> str:
+        """Return the letters of an operand as casts transpose it."""
         split = self.splits.get(tensor, 0)
         return letters[split:] + letters[:split]
 
     def forward(self, lhs: jax.Array, rhs: jax.Array, extra: None, dtype: DTypeLike) -> jax.Array:
         """Return the result of native FP8 operands."""
         lhs_letters, rhs_letters, out = self.contraction
-        how = Contraction(lhs_letters, self._transposed("kernel", rhs_letters), out)
+        how = Contraction(lhs_letters, self.transposed("kernel", rhs_letters), out)
         return how.apply(lhs, rhs, dtype, self.precision, out_sharding=self.out_sharding)
 
     def lhs_gradient(self, rhs: jax.Array, grad: jax.Array, extra: None, dtype: DTypeLike, like: Any) -> jax.Array:
@@ -193,7 +91,7 @@ class Matmul(Bilinear):
     def rhs_gradient(self, lhs: jax.Array, grad: jax.Array, extra: None, dtype: DTypeLike, like: Any) -> jax.Array:
         """Return the gradient of rhs, sharded like rhs."""
         letters = self.contraction
-        lhs_letters, out = self._transposed("input", letters.lhs), self._transposed("output_grad", letters.out)
+        lhs_letters, out = self.transposed("input", letters.lhs), self.transposed("output_grad", letters.out)
         how = Contraction(lhs_letters, out, letters.rhs)
         return how.apply(lhs, grad, dtype, _backward_precision(self.precision), like)
 
@@ -206,7 +104,8 @@ class Matmul(Bilinear):
         if isinstance(rhs, Fp8Param):
             raise Fp8Error('A gathered kernel has one scale: use CurrentScaling(granularity="tensor") for its matmul.')
         refuse_explicit_axes("Scales per row", (lhs, rhs))
-        return _by_row(self, scaling, dtype, *vary_alike((lhs, rhs)))
+        rows = _Rows(self.with_transposes(lhs, rhs), scaling, dtype, (lhs.dtype, rhs.dtype))
+        return _by_row(rows, *vary_alike((lhs, rhs)))
 
 
 def fp8_dot_general(
@@ -298,48 +197,113 @@ def _backward_precision(asked: Precision) -> Precision:
 # ---------------------------------------------------------------- a scale for each row
 
 
-# Each of the three matmuls sums over other dimensions, so all operands are cast again.
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _by_row(how: Matmul, scaling: Scaling, dtype: np.dtype, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    settings = {"precision": how.precision, "out_sharding": how.out_sharding}
-    return _row_product(how.contraction, scaling, ("input", lhs), ("kernel", rhs), np.float32, **settings).astype(dtype)
+class _Rows(NamedTuple):
+    """What is static about a matmul with a scale for each row.
+
+    Attributes:
+        how: What meets.
+        scaling: How scales are found.
+        dtype: Of the result.
+        operand_dtypes: Of lhs and rhs, and so of their gradients.
+    """
+
+    how: Matmul
+    scaling: Scaling
+    dtype: np.dtype
+    operand_dtypes: tuple[np.dtype, np.dtype]
+
+    def cast(self, tensor: Tensor, x: jax.Array, letters: str, contraction: Contraction) -> "_Slices":
+        """Cast an operand for one contraction."""
+        scaling = self.scaling
+        codes, scale = cast_slices(x, scaling.format_of(tensor), contraction.axes_of(letters), scaling.policy)
+        return _Slices(codes, divide_nearest(1.0, scale), letters)
+
+    def cast_both(self, tensor: Tensor, x: jax.Array, letters: str) -> tuple["_Slices", "_Slices"]:
+        """Cast an operand for both contractions that it is in: along its last dimensions, and transposed."""
+        fmt, policy = self.scaling.format_of(tensor), self.scaling.policy
+        (codes, back), (turned, turned_back) = _cast_both(x, fmt, self.how.splits[tensor], policy)
+        return _Slices(codes, back, letters), _Slices(turned, turned_back, self.how.transposed(tensor, letters))
 
 
-def _forward(how: Matmul, scaling: Scaling, dtype: np.dtype, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
+class _Slices(NamedTuple):
+    """An operand with a scale for each slice along what one contraction sums over.
+
+    Attributes:
+        codes: The native dtype.
+        back: float32, multiplies codes back.
+        letters: Of its dimensions.
+    """
+
+    codes: jax.Array
+    back: jax.Array
+    letters: str
+
+
+# Each of the three matmuls sums over other dimensions, so every operand is cast twice.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_row(rows: _Rows, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    contraction = rows.how.contraction
+    a = rows.cast("input", lhs, contraction.lhs, contraction)
+    b = rows.cast("kernel", rhs, contraction.rhs, contraction)
+    return _forward_product(rows, a, b)
+
+
+def _forward_product(rows: _Rows, a: _Slices, b: _Slices) -> jax.Array:
+    settings = {"precision": rows.how.precision, "out_sharding": rows.how.out_sharding}
+    return _row_product(a, b, rows.how.contraction.out, np.float32, **settings).astype(rows.dtype)
+
+
+def _forward(rows: _Rows, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
     check_derivative()
     lhs, rhs = first_order_only(lhs), first_order_only(rhs)
-    return _by_row(how, scaling, dtype, lhs, rhs), (lhs, rhs)
+    if not rows.how.transposes:
+        return _by_row(rows, lhs, rhs), (lhs, rhs)
+    contraction = rows.how.contraction
+    a, a_turned = rows.cast_both("input", lhs, contraction.lhs)
+    b, b_turned = rows.cast_both("kernel", rhs, contraction.rhs)
+    saved = as_codes(a_turned.codes), a_turned.back, as_codes(b.codes), b.back
+    return _forward_product(rows, a, b_turned), saved
 
 
-def _backward(
-    how: Matmul, scaling: Scaling, dtype: np.dtype, residuals: tuple[jax.Array, jax.Array], g: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    lhs, rhs = residuals
-    product = partial(_row_product, precision=_backward_precision(how.precision))
-    grad = "output_grad", first_order_only(g)
-    d_lhs = product(how.contraction.for_lhs, scaling, grad, ("kernel", rhs), np.float32)
-    d_rhs = product(how.contraction.for_rhs, scaling, ("input", lhs), grad, scaling.gradient_dtype(rhs.dtype))
-    return d_lhs.astype(lhs.dtype), d_rhs.astype(rhs.dtype)
+def _backward(rows: _Rows, residuals: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    contraction, scaling, g = rows.how.contraction, rows.scaling, first_order_only(g)
+    if rows.how.transposes:
+        a_codes, a_back, b_codes, b_back = residuals
+        turned = rows.how.transposed("input", contraction.lhs)
+        a = _Slices(as_native(a_codes, scaling.format_of("input")), a_back, turned)
+        b = _Slices(as_native(b_codes, scaling.format_of("kernel")), b_back, contraction.rhs)
+        of_lhs, of_rhs = rows.cast_both("output_grad", g, contraction.out)
+    else:
+        lhs, rhs = residuals
+        a = rows.cast("input", lhs, contraction.lhs, contraction.for_rhs)
+        b = rows.cast("kernel", rhs, contraction.rhs, contraction.for_lhs)
+        of_lhs, of_rhs = (
+            rows.cast("output_grad", g, contraction.out, one) for one in (contraction.for_lhs, contraction.for_rhs)
+        )
+    product = partial(_row_product, precision=_backward_precision(rows.how.precision))
+    lhs_dtype, rhs_dtype = rows.operand_dtypes
+    d_lhs = product(of_lhs, b, contraction.lhs, np.float32)
+    d_rhs = product(a, of_rhs, contraction.rhs, scaling.gradient_dtype(rhs_dtype))
+    return d_lhs.astype(lhs_dtype), d_rhs.astype(rhs_dtype)
 
 
 _by_row.defvjp(_forward, _backward)
 
 
-def _row_product(
-    how: Contraction,
-    scaling: Scaling,
-    lhs: tuple[Tensor, jax.Array],
-    rhs: tuple[Tensor, jax.Array],
-    unscaled: DTypeLike,
-    **settings: Any,
-) -> jax.Array:
-    """Cast both operands for one contraction, multiply in `unscaled`, and scale back; float32."""
-    values, factors = [], []
-    for (tensor, x), letters in ((lhs, how.lhs), (rhs, how.rhs)):
-        codes, scale = cast_slices(x, scaling.format_of(tensor), how.axes_of(letters), scaling.policy)
-        values.append(codes)
-        factors.append(how.align(divide_nearest(1.0, scale), letters))
-    result = how.apply(values[0], values[1], unscaled, **settings).astype(jnp.float32)
+# a function of its own in the traced program, as the casts of `operands`
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _cast_both(
+    x: jax.Array, fmt: Format, split: int, policy: ScalePolicy
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    both = cast_slices_both(x, fmt, split, policy)
+    first, second = ((codes, divide_nearest(1.0, scale)) for codes, scale in both)
+    return first, second
+
+
+def _row_product(a: _Slices, b: _Slices, out: str, unscaled: DTypeLike, **settings: Any) -> jax.Array:
+    """Multiply in `unscaled`, and scale back; float32."""
+    how = Contraction(a.letters, b.letters, out)
     # a barrier around the product of both would keep XLA on GPUs from multiplying in the matmul's own pass
-    a_factor, b_factor = lax.optimization_barrier(factors)
+    a_factor, b_factor = lax.optimization_barrier([how.align(one.back, one.letters) for one in (a, b)])
+    result = how.apply(a.codes, b.codes, unscaled, **settings).astype(jnp.float32)
     return result * (a_factor * b_factor)
