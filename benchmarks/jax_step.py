@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import fp8_jax_owg as owg
 from benchmarks._common import median_ratio, options, save, table, take_turns
-from fp8_jax_owg.linen import OVERWRITE_WITH_GRADIENT, Fp8DotGeneralOp
+from fp8_jax_owg.linen import OVERWRITE_WITH_GRADIENT, Fp8DotGeneralOp, promote_dtype
 
 ROWS, WIDTH, COMPILATIONS = 128, 256, 5
 DECODED = 4, 128, 512
@@ -102,7 +102,8 @@ class Block(nn.Module):
         norm = functools.partial(nn.RMSNorm, dtype=dtype)
 
         def dense(features: int, name: str, x: jax.Array) -> jax.Array:
-            made = nn.Dense(features, use_bias=False, dtype=dtype, dot_general_cls=self.operation, name=name)
+            own = {"promote_dtype": promote_dtype} if self.operation is Fp8DotGeneralOp else {}
+            made = nn.Dense(features, use_bias=False, dtype=dtype, dot_general_cls=self.operation, name=name, **own)
             return checkpoint_name(made(x), name)
 
         if self.case.loop not in ("decoder", "llama"):

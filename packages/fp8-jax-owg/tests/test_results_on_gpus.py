@@ -7,6 +7,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.linen import dtypes
+from flax.nnx.nn import dtypes as nnx_dtypes
 from jax.ad_checkpoint import print_saved_residuals
 from jax.interpreters import partial_eval
 
@@ -14,6 +18,9 @@ import fp8_jax_owg as owg
 from fp8_common import get_format
 from fp8_common.jax import _kernels as kernels
 from fp8_common.jax import casts
+from fp8_jax_owg import linen
+from fp8_jax_owg import nnx as own
+from fp8_jax_owg.dots.operands import Master
 
 U = 2.0**-8 / (1 + 2.0**-8)
 BOUND = 2 * U + U**2 + 2.0**-23
@@ -102,6 +109,63 @@ def test_what_nobody_uses_is_not_computed(as_on_gpu, used, name):
     found = jax.core.eval_jaxpr(alone, closed.consts, x)
     for one, wanted in zip(found, cast(x), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(wanted))
+
+
+def of_linen(promote):
+    layer = nn.Dense(48, dtype=jnp.bfloat16, dot_general_cls=linen.Fp8DotGeneralOp, **promote)
+    return layer, lambda variables, x: layer.apply(variables, x)
+
+
+def converted(promote):
+    layer = linen.convert_to_fp8(nn.Dense(48, dtype=jnp.bfloat16, **promote))
+    return layer, lambda variables, x: layer.apply(variables, x)
+
+
+@pytest.mark.own_trace
+@pytest.mark.parametrize("kind", [of_linen, converted])
+def test_float32_kernels_of_linen_are_cast_as_they_are_with_the_bits_of_bfloat16(as_on_gpu, kind):
+    ours = {} if kind is converted else {"promote_dtype": linen.promote_dtype}
+    plain = {"promote_dtype": lambda *args, **options: dtypes.promote_dtype(*args, **options)}
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((32, 24)), jnp.bfloat16)
+    layer, _ = kind(plain)
+    variables = layer.init(jax.random.key(0), x)
+    results, programs = [], []
+    for promote in (ours, plain):
+        run = kind(promote)[1]
+        step = owg.value_and_grad(lambda v, x, run=run: (run(v, x).astype(jnp.float32) ** 2).mean())
+        results.append(jax.jit(step)(variables, x))
+        programs.append(str(jax.make_jaxpr(step)(variables, x)))
+    assert [len(re.findall(r"rounded=True", one)) > 0 for one in programs] == [True, False]
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), *results)
+
+
+@pytest.mark.own_trace
+@pytest.mark.parametrize("scaling", [owg.DelayedScaling(), owg.CurrentScaling()])
+def test_float32_kernels_of_nnx_are_cast_as_they_are_with_the_bits_of_bfloat16(as_on_gpu, scaling):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((32, 24)), jnp.bfloat16)
+    results = []
+    for changed in (True, False):
+        layer = nnx.Linear(24, 48, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        if not changed:
+            layer.promote_dtype = lambda args, **options: nnx_dtypes.promote_dtype(args, **options)
+        own.convert_to_fp8(layer, scaling=scaling)
+        graph, state = nnx.split(layer)
+        step = own.value_and_grad(lambda layer: (layer(x).astype(jnp.float32) ** 2).mean())
+        assert ("rounded=True" in str(jax.make_jaxpr(lambda s, g=graph: nnx.merge(g, s)(x))(state))) == changed
+        loss, grads = nnx.jit(step)(layer)
+        results.append((loss, nnx.to_pure_dict(grads)))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), *results)
+
+
+@pytest.mark.own_trace
+def test_a_master_that_no_kernel_reads_is_rounded_first(as_on_gpu):
+    x, w = jnp.ones((4, 6), jnp.bfloat16), jnp.full((6, 8), 1 + 2.0**-12)
+    for scaling in (owg.CurrentScaling(granularity="row"), owg.CurrentScaling()):
+        for dims in ((((1,), (0,)), ((), ())), (((0,), (1,)), ((), ()))):
+            a = x if dims[0][0] == (1,) else jnp.ones((8, 4), jnp.bfloat16)
+            run = lambda w, a=a, dims=dims, scaling=scaling: owg.fp8_dot_general(a, w, dims, scaling=scaling)  # noqa: E731
+            found = run(Master(w))
+            np.testing.assert_array_equal(np.asarray(found), np.asarray(run(w.astype(jnp.bfloat16))))
 
 
 def by_row(x, w):

@@ -10,7 +10,9 @@ from fp8_common.testing import adversarial_amax, all_bfloat16, all_float16, asse
 from fp8_common.testing.compare import as_numpy
 from fp8_common.torch import casts, decoding
 from fp8_common.torch._operators import policy_key
+from fp8_common.torch._triton import launch, name_of, plans
 from tests.helpers.kernel_inputs import DTYPES, FORMATS, SHAPES, calm, every_input, number, planted, tensor
+from tests.helpers.tensors import same
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -161,3 +163,32 @@ def test_rows_and_the_same_codes_transposed(dtype, fmt, shape, count):
             turned, codes, scale = (np.ascontiguousarray(np.swapaxes(y, -1, -2)) for y in (x, want.data, want.scale))
             assert_same_bits(made.transposed.codes, codes, fmt=fmt, source=turned)
             assert_same_bits(made.transposed.scale_inv, f8.reciprocal(scale))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("shape", [(300, 517), (128, 160), (6, 256), (1, 7)])
+def test_float32_is_read_as_bfloat16_where_that_is_asked_for(fmt, shape):
+    wide = tensor(planted(shape, "float32", fmt))
+    scale = number(0.37).reshape(1)
+    both = {"rounded": wide, "bfloat16": wide.to(torch.bfloat16)}
+    launches = {
+        "amax": (lambda name, **how: plans().amax(wide.numel(), name, **how), {}),
+        "cast": (
+            lambda name, **how: plans().cast(wide.numel(), name, fmt, with_amax=True, **how),
+            {"scale_ptr": scale},
+        ),
+        "both ways": (
+            lambda name, **how: plans().cast_transpose(*shape, name, fmt, with_amax=True, **how),
+            {"scale_ptr": scale},
+        ),
+    }
+    for kind, (make, given) in launches.items():
+        found, wanted = (
+            launch(make(name_of(x.dtype), rounded=kind == "rounded"), x.device, x_ptr=x, **given)
+            for kind, x in both.items()
+        )
+        # conversions to bfloat16 do not agree about the sign of NaN
+        for one, other in zip(found, wanted, strict=True):
+            values = [y.view(torch.float32) if y.dtype == torch.int32 else y.float() for y in (one, other)]
+            assert torch.equal(values[0].isnan(), values[1].isnan())
+            assert same(*(y.nan_to_num(0.0) for y in values)), kind

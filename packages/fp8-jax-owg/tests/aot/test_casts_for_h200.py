@@ -80,7 +80,7 @@ def test_each_tensor_is_cast_once_and_no_codes_are_transposed():
 
 
 # launches of both bodies, small ones among them, gigabytes beside matmuls, of temporaries
-LIMITS = {False: ((64, 64), (17, 21), 112, 13.8), True: ((36, 83), (7, 23), 77, 3.0)}
+LIMITS = {False: ((60, 64), (17, 21), 108.5, 13.8), True: ((32, 79), (7, 23), 70.5, 3.0)}
 
 
 @pytest.mark.parametrize("remat", LIMITS)
@@ -101,6 +101,6 @@ def test_launches_bytes_and_temporaries(remat):
 def test_a_forward_that_is_computed_again_writes_no_transpose_of_activations():
     """Under remat the first forward needs activations in one layout, kernels in the other."""
     forward, backward = bodies(remat=True)
-    both = [one for one in casts(forward) if "transpose" in one.name]
+    both = [one for one in casts(forward) if sum(dtype in CODES for dtype, _ in hlo.arrays(one.shape)) == 2]
     assert (len(casts(forward)), len(both)) == (2 * DOTS, DOTS)
     assert len(casts(backward)) == 3 * DOTS

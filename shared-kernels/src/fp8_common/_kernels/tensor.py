@@ -3,6 +3,8 @@
 Hopper multiplies FP8 matrices in one layout only (both operands contiguous along the contracted dimension), so weights
 and gradients are needed in both orders. Four adjacent rows are converted together and packed into words down the
 columns: the transpose moves words, not bytes, through shared memory. Dims: x_MN is [M, N]; yt_NM is [N, M].
+
+ROUNDED: x is float32, and is rounded to bfloat16 when it is read: a master weight, of which no copy is written.
 """
 
 from typing import Any, NamedTuple
@@ -48,19 +50,20 @@ def chunk_key(p, base, n, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ITERS: tl.co
     if base + BLOCK * ITERS <= n:
         # Unrolled, so that the loads of all iterations are in flight together.
         for i in tl.static_range(ITERS):
-            key = tl.maximum(key, narrow_key(tl.load(p + base + i * BLOCK + o)))
+            key = tl.maximum(key, narrow_key(tl.load(p + base + i * BLOCK + o).to(DTYPE)))
     else:
         for i in range(ITERS):
             at = base + i * BLOCK + o
-            key = tl.maximum(key, narrow_key(tl.load(p + at, mask=at < n, other=0.0)))
+            key = tl.maximum(key, narrow_key(tl.load(p + at, mask=at < n, other=0.0).to(DTYPE)))
     return widen_key(tl.max(key, axis=0), DTYPE)
 
 
 @triton.jit(do_not_specialize=["n"])
-def amax_kernel(x_ptr, amax_ptr, n: tl.int64, BLOCK: tl.constexpr, ITERS: tl.constexpr):
+def amax_kernel(x_ptr, amax_ptr, n: tl.int64, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, ITERS: tl.constexpr):
     """Set amax[0] = max(amax[0], key of max |x|); `amax` is int32 and starts at zero."""
+    DTYPE: tl.constexpr = tl.bfloat16 if ROUNDED else x_ptr.dtype.element_ty
     base = tl.program_id(0).to(tl.int64) * (BLOCK * ITERS)
-    key = chunk_key(x_ptr, base, n, x_ptr.dtype.element_ty, BLOCK, ITERS)
+    key = chunk_key(x_ptr, base, n, DTYPE, BLOCK, ITERS)
     # Integer maximum: exact and independent of the order of programs, so the result is deterministic. "relaxed" is
     # enough, as nothing else is published through this address; the next launch sees it.
     tl.atomic_max(amax_ptr, key, sem="relaxed")
@@ -144,6 +147,7 @@ def cast_kernel(
     FMAX: tl.constexpr,
     RULE: tl.constexpr,
     BOUND: tl.constexpr,
+    ROUNDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Compute y = fp8(x * scale); amax key of x into `amax` unless that is None. Scales as in `tensor_scale`.
@@ -168,14 +172,15 @@ def cast_kernel(
     base = tile.to(tl.int64) * BLOCK
     at = base + tl.arange(0, BLOCK)
     F8: tl.constexpr = y_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = tl.bfloat16 if ROUNDED else x_ptr.dtype.element_ty
     if base + BLOCK <= n:
-        x = tl.load(x_ptr + at)
+        x = tl.load(x_ptr + at).to(DTYPE)
         tl.store(y_ptr + at, to_fp8(scaled(x, scale), F8))
     else:
-        x = tl.load(x_ptr + at, mask=at < n, other=0.0)
+        x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(DTYPE)
         tl.store(y_ptr + at, to_fp8(scaled(x, scale), F8), mask=at < n)
     if amax_ptr is not None:
-        store_key(amax_ptr, own_key_ptr, widen_key(tl.max(narrow_key(x), axis=0), x_ptr.dtype.element_ty))
+        store_key(amax_ptr, own_key_ptr, widen_key(tl.max(narrow_key(x), axis=0), DTYPE))
 
 
 @triton.jit
@@ -236,6 +241,7 @@ def cast_transpose_kernel(
     FMAX: tl.constexpr,
     RULE: tl.constexpr,
     BOUND: tl.constexpr,
+    ROUNDED: tl.constexpr,
     ALIGNED: tl.constexpr,
     PACKED: tl.constexpr,
     BM: tl.constexpr,
@@ -244,7 +250,7 @@ def cast_transpose_kernel(
     """Compute y = fp8(x * scale) and yt = y^T; scale and amax as in `cast_kernel`. PACKED needs M % 4 == 0."""
     if ALIGNED:
         M, N = multiple_of_16(M), multiple_of_16(N)
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = tl.bfloat16 if ROUNDED else x_ptr.dtype.element_ty
     scale = tensor_scale(
         scale_ptr,
         scale_out_ptr,
@@ -263,10 +269,10 @@ def cast_transpose_kernel(
     m0, n0 = (tile // tiles_n) * BM, (tile % tiles_n) * BN
     if PACKED:
         at, mask = rows_of_four(m0, n0, M, N, BM, BN)
-        x0 = tl.load(x_ptr + at, mask=mask, other=0.0)
-        x1 = tl.load(x_ptr + at + N, mask=mask, other=0.0)
-        x2 = tl.load(x_ptr + at + 2 * N, mask=mask, other=0.0)
-        x3 = tl.load(x_ptr + at + 3 * N, mask=mask, other=0.0)
+        x0 = tl.load(x_ptr + at, mask=mask, other=0.0).to(DTYPE)
+        x1 = tl.load(x_ptr + at + N, mask=mask, other=0.0).to(DTYPE)
+        x2 = tl.load(x_ptr + at + 2 * N, mask=mask, other=0.0).to(DTYPE)
+        x3 = tl.load(x_ptr + at + 3 * N, mask=mask, other=0.0).to(DTYPE)
         store_with_transpose(y_ptr, yt_ptr, x0, x1, x2, x3, at, mask, scale, m0, n0, M, N, BM, BN)
         if amax_ptr is not None:
             key = tl.maximum(tl.maximum(narrow_key(x0), narrow_key(x1)), tl.maximum(narrow_key(x2), narrow_key(x3)))
@@ -275,7 +281,7 @@ def cast_transpose_kernel(
     else:
         r, c = m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :]
         at, mask = r.to(tl.int64) * N + c, (r < M) & (c < N)
-        x = tl.load(x_ptr + at, mask=mask, other=0.0)
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(DTYPE)
         q = to_fp8(scaled(x, scale), y_ptr.dtype.element_ty)
         tl.store(y_ptr + at, q, mask=mask)
         # Stored byte by byte: where 4 does not divide M, rows of the transpose do not start at words.
@@ -285,8 +291,8 @@ def cast_transpose_kernel(
 
 
 @plan
-def amax(n: int, dtype: str) -> Launch:
-    """Plan the int32 key [1] of max |x| of `n` elements."""
+def amax(n: int, dtype: str, *, rounded: bool = False) -> Launch:
+    """Plan the int32 key [1] of max |x| of `n` elements; `rounded` as in `cast`."""
     # Several tiles a program mean fewer atomics on the one key; a small tensor needs the programs more.
     block, iters = 4096, 4 if n >= 1 << 22 else 1
     return Launch(
@@ -295,7 +301,7 @@ def amax(n: int, dtype: str) -> Launch:
         inputs={"x_ptr": input_dtype(dtype)},
         outputs={"amax_ptr": Out((1,), "int32", zeroed=True)},
         scalars={"n": n},
-        constants={"BLOCK": block, "ITERS": iters},
+        constants={"ROUNDED": rounded, "BLOCK": block, "ITERS": iters},
         num_warps=8,
     )
 
@@ -326,12 +332,13 @@ def cast(
     policy: ScalePolicy | None = None,
     with_amax: bool = False,
     delayed: Delayed | None = None,
+    rounded: bool = False,
 ) -> Launch:
     """Plan y = fp8(x * scale) for `n` elements.
 
     With a policy, `scale_ptr` is the int32 key from `amax` and the scale is an output: dynamic scaling in two launches.
     Without, `scale_ptr` is the float32 scale. `with_amax` also returns the key of max |x|. With `delayed`, the scale
-    and the one back from FP8 are outputs.
+    and the one back from FP8 are outputs. `rounded` is for x in float32: it is read as bfloat16.
     """
     # 4096 elements in 8 warps: 16 a thread, two loads of 16 bytes each in bfloat16 and one such store.
     return Launch(
@@ -340,7 +347,7 @@ def cast(
         # A division more, for the scale back, would make this kernel, the leanest, one that arithmetic bounds.
         **_pointers(dtype, policy, {"y_ptr": codes((n,), fmt)}, with_amax, delayed, inverse=delayed is not None),
         scalars={"n": n},
-        constants=_scaling(fmt, policy, delayed) | {"BLOCK": 4096},
+        constants=_scaling(fmt, policy, delayed) | {"ROUNDED": rounded, "BLOCK": 4096},
         num_warps=8,
     )
 
@@ -356,8 +363,9 @@ def cast_transpose(
     with_amax: bool = False,
     with_scale: bool = True,
     delayed: Delayed | None = None,
+    rounded: bool = False,
 ) -> Launch:
-    """Plan y = fp8(x * scale) [m, n] and its transpose [n, m]; policy, `with_amax` and `delayed` as in `cast`.
+    """Plan y = fp8(x * scale) [m, n] and its transpose [n, m]; what has a name of `cast` is as there.
 
     The scale back from FP8 is an output beside the one that a policy makes, and alone without `with_scale`.
     """
@@ -372,7 +380,7 @@ def cast_transpose(
         **_pointers(dtype, policy, written, with_amax, delayed, inverse=True, scale=with_scale),
         scalars=matrix_sizes(m, n),
         constants=_scaling(fmt, policy, delayed)
-        | {"ALIGNED": m % 16 == n % 16 == 0, "PACKED": packed, "BM": bm, "BN": bn},
+        | {"ROUNDED": rounded, "ALIGNED": m % 16 == n % 16 == 0, "PACKED": packed, "BM": bm, "BN": bn},
         num_warps=4,
     )
 

@@ -6,7 +6,7 @@ are for plugins.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -70,20 +70,30 @@ def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool =
     if axis is not None:
         return amax_by_jnp(x, axis, keepdims)
     as_float32(x)
-    largest = from_bits(_AMAX_KEY(x)[0][0])
+    largest = from_bits(_AMAX_KEY(x, rounded=False)[0][0])
     return largest.reshape((1,) * np.ndim(x)) if keepdims else largest
 
 
-def _key_of_amax(x: jax.Array) -> tuple[jax.Array]:
-    return (to_bits(amax_by_jnp(x)).reshape(1),)
+def amax_of(x: jax.Array, rounded: bool) -> jax.Array:
+    """Return `amax(x)`, with `rounded` that of a float32 `x` rounded to bfloat16."""
+    return from_bits(_AMAX_KEY(x, rounded=rounded)[0][0])
+
+
+def _read(x: jax.Array, rounded: bool) -> jax.Array:
+    # not two conversions, which XLA takes for nothing
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) if rounded else x
+
+
+def _key_of_amax(x: jax.Array, *, rounded: bool) -> tuple[jax.Array]:
+    return (to_bits(amax_by_jnp(_read(x, rounded))).reshape(1),)
 
 
 _AMAX_KEY = KernelOp(
     name="fp8_amax_key",
     reference=_key_of_amax,
-    plan=lambda plans, x: plans.amax(x.size, str(x.dtype)),
+    plan=lambda plans, x, *, rounded: plans.amax(x.size, str(x.dtype), rounded=rounded),
     # the kernel reduces a whole array of at least one dimension
-    fits=lambda x: x.ndim > 0,
+    fits=lambda x, *, rounded: x.ndim > 0,
 )
 
 
@@ -146,41 +156,47 @@ def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Array:
     return _QUANTIZE(x, broadcast_scale(scale, shape), fmt=get_data_format(fmt))[0]
 
 
-def cast(x: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
+def cast(x: jax.Array, scale: jax.Array, fmt: Format, rounded: bool = False) -> jax.Array:
     """Return what `quantize` returns for scales that canonical policies make, with a third of the operations.
 
     Args:
         x: float16, bfloat16 or float32, any shape.
         scale: float32 in [2^-126, 2^100], broadcastable to `x`.
         fmt: The FP8 format; static under jit.
+        rounded: Round a float32 `x` to bfloat16 first; static under jit. A kernel writes no copy.
 
     Returns:
         float8 array of the shape of `x`.
     """
-    return _CAST(x, scale, fmt=fmt)[0]
+    return _CAST(x, scale, fmt=fmt, rounded=rounded)[0]
 
 
-def cast_with_amax(x: jax.Array, scale: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
-    """Return `cast(x, scale, fmt)` for a scale of one element, and `amax(x)`; a kernel reads `x` once."""
-    data, key = _CAST_WITH_AMAX(x, scale, fmt=fmt)
+def cast_with_amax(x: jax.Array, scale: jax.Array, fmt: Format, rounded: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Return `cast` for a scale of one element, and the amax of what it casts; a kernel reads `x` once."""
+    data, key = _CAST_WITH_AMAX(x, scale, fmt=fmt, rounded=rounded)
     return data, from_bits(key[0])
 
 
-def cast_transpose(x: jax.Array, scale: jax.Array, fmt: Format, split: int) -> tuple[jax.Array, ...]:
-    """Return `cast(x, scale, fmt)` for a scale of one element, and its transpose; a kernel reads `x` once.
+def cast_transpose(
+    x: jax.Array, scale: jax.Array, fmt: Format, split: int, rounded: bool = False
+) -> tuple[jax.Array, ...]:
+    """Return `cast` for a scale of one element, and its transpose; a kernel reads `x` once.
 
     Args:
         x: float16, bfloat16 or float32, at least two dimensions.
         scale: float32 in [2^-126, 2^100], one element.
         fmt: The FP8 format; static under jit.
         split: Number of dimensions that the transpose has last; static under jit.
+        rounded: As in `cast`.
     """
-    return tuple(_CAST_TRANSPOSE(x, scale, fmt=fmt, split=split))
+    return tuple(_CAST_TRANSPOSE(x, scale, fmt=fmt, split=split, rounded=rounded))
 
 
-def cast_transpose_with_amax(x: jax.Array, scale: jax.Array, fmt: Format, split: int) -> tuple[jax.Array, ...]:
-    """Return `cast_transpose(x, scale, fmt, split)`, and `amax(x)`; a kernel reads `x` once."""
-    *both, key = _CAST_TRANSPOSE_WITH_AMAX(x, scale, fmt=fmt, split=split)
+def cast_transpose_with_amax(
+    x: jax.Array, scale: jax.Array, fmt: Format, split: int, rounded: bool = False
+) -> tuple[jax.Array, ...]:
+    """Return `cast_transpose`, and the amax of what it casts; a kernel reads `x` once."""
+    *both, key = _CAST_TRANSPOSE_WITH_AMAX(x, scale, fmt=fmt, split=split, rounded=rounded)
     return *both, from_bits(key[0])
 
 
@@ -200,57 +216,77 @@ def cast_by_jnp(x: jax.Array, scale: jax.Array, *, fmt: Format) -> jax.Array:
     return round_to_native(value * scale, fmt, lax.ge(float_key(value), np.int32(INF_KEY)))
 
 
-def _plan(plans: Any, x: Any, scale: Any, *, fmt: Format) -> Any:
-    return plans.cast(x.size, str(x.dtype), fmt)
-
-
-def _has_one_scale(x: Any, scale: Any, *, fmt: Format) -> bool:
+def _has_one_scale(x: Any, scale: Any, **params: Any) -> bool:
     return scale.size == 1 and x.ndim > 0
 
 
-def _alone(function: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array]]:
-    return lambda *x, **params: (function(*x, **params),)
+def _cast_read(x: jax.Array, scale: jax.Array, *, fmt: Format, rounded: bool) -> tuple[jax.Array]:
+    return (cast_by_jnp(_read(x, rounded), scale, fmt=fmt),)
 
 
-_QUANTIZE = KernelOp(name="fp8_quantize", reference=_alone(quantize_by_jnp), plan=_plan, fits=_has_one_scale)
-_CAST = KernelOp(name="fp8_cast", reference=_alone(cast_by_jnp), plan=_plan, fits=_has_one_scale)
+_QUANTIZE = KernelOp(
+    name="fp8_quantize",
+    reference=lambda x, scale, *, fmt: (quantize_by_jnp(x, scale, fmt=fmt),),
+    plan=lambda plans, x, scale, *, fmt: plans.cast(x.size, str(x.dtype), fmt),
+    fits=_has_one_scale,
+)
+_CAST = KernelOp(
+    name="fp8_cast",
+    reference=_cast_read,
+    plan=lambda plans, x, scale, *, fmt, rounded: plans.cast(x.size, str(x.dtype), fmt, rounded=rounded),
+    fits=_has_one_scale,
+)
+_OF_CAST = _CAST, 2, ("fmt", "rounded")
+_OF_AMAX = _AMAX_KEY, 1, ("rounded",)
 _CAST_WITH_AMAX = KernelOp(
     name="fp8_cast_with_amax",
-    reference=lambda x, scale, *, fmt: (cast_by_jnp(x, scale, fmt=fmt), *_key_of_amax(x)),
-    plan=lambda plans, x, scale, *, fmt: plans.cast(x.size, str(x.dtype), fmt, with_amax=True),
+    reference=lambda x, scale, *, fmt, rounded: (
+        *_cast_read(x, scale, fmt=fmt, rounded=rounded),
+        *_key_of_amax(x, rounded=rounded),
+    ),
+    plan=lambda plans, x, scale, *, fmt, rounded: plans.cast(
+        x.size, str(x.dtype), fmt, with_amax=True, rounded=rounded
+    ),
     fits=_has_one_scale,
-    smaller={(True, False): (_CAST, 2, ("fmt",)), (False, True): (_AMAX_KEY, 1, ())},
+    smaller={(True, False): _OF_CAST, (False, True): _OF_AMAX},
 )
 
 
-def _transposed_too(x: jax.Array, scale: jax.Array, *, fmt: Format, split: int) -> tuple[jax.Array, jax.Array]:
-    data = cast_by_jnp(x, scale, fmt=fmt)
+def _transposed_too(
+    x: jax.Array, scale: jax.Array, *, fmt: Format, split: int, rounded: bool
+) -> tuple[jax.Array, jax.Array]:
+    (data,) = _cast_read(x, scale, fmt=fmt, rounded=rounded)
     # Not as a matrix: the partitioner may have sharded any of the dimensions.
     return data, lax.transpose(data, (*range(split, x.ndim), *range(split)))
 
 
-def _plan_of_transpose(plans: Any, x: Any, scale: Any, *, fmt: Format, split: int, with_amax: bool = False) -> Any:
+def _plan_of_transpose(
+    plans: Any, x: Any, scale: Any, *, fmt: Format, split: int, rounded: bool, with_amax: bool = False
+) -> Any:
     sizes = math.prod(x.shape[:split]), math.prod(x.shape[split:])
-    return plans.cast_transpose(*sizes, str(x.dtype), fmt, with_amax=with_amax)
+    return plans.cast_transpose(*sizes, str(x.dtype), fmt, with_amax=with_amax, rounded=rounded)
 
 
 _CAST_TRANSPOSE = KernelOp(
     name="fp8_cast_transpose",
     reference=_transposed_too,
     plan=_plan_of_transpose,
-    fits=lambda x, scale, *, fmt, split: scale.size == 1 and 0 < split < x.ndim,
-    smaller={(True, False): (_CAST, 2, ("fmt",))},
+    fits=lambda x, scale, *, split, **_: scale.size == 1 and 0 < split < x.ndim,
+    smaller={(True, False): _OF_CAST},
 )
 _CAST_TRANSPOSE_WITH_AMAX = KernelOp(
     name="fp8_cast_transpose_with_amax",
-    reference=lambda x, scale, **params: (*_transposed_too(x, scale, **params), *_key_of_amax(x)),
+    reference=lambda x, scale, *, rounded, **params: (
+        *_transposed_too(x, scale, rounded=rounded, **params),
+        *_key_of_amax(x, rounded=rounded),
+    ),
     plan=partial(_plan_of_transpose, with_amax=True),
     fits=_CAST_TRANSPOSE.fits,
     smaller={
-        (True, True, False): (_CAST_TRANSPOSE, 2, ("fmt", "split")),
-        (True, False, True): (_CAST_WITH_AMAX, 2, ("fmt",)),
-        (True, False, False): (_CAST, 2, ("fmt",)),
-        (False, False, True): (_AMAX_KEY, 1, ()),
+        (True, True, False): (_CAST_TRANSPOSE, 2, ("fmt", "split", "rounded")),
+        (True, False, True): (_CAST_WITH_AMAX, 2, ("fmt", "rounded")),
+        (True, False, False): _OF_CAST,
+        (False, False, True): _OF_AMAX,
     },
 )
 

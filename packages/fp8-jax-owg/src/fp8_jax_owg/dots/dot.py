@@ -20,6 +20,7 @@ from fp8_jax_owg.dots.einsum import as_letters
 from fp8_jax_owg.dots.operands import (
     Fp8Param,
     Kernel,
+    Master,
     as_codes,
     as_kernel,
     as_operand,
@@ -110,7 +111,7 @@ class Matmul(Bilinear):
 
 def fp8_dot_general(
     lhs: ArrayLike,
-    rhs: ArrayLike | Fp8Param,
+    rhs: ArrayLike | Fp8Param | Master,
     dimension_numbers: DimensionNumbers,
     precision: Precision = None,
     preferred_element_type: DTypeLike | None = None,
@@ -128,7 +129,8 @@ def fp8_dot_general(
     Args:
         lhs: float16, bfloat16 or float32: the activations.
         rhs: float16, bfloat16 or float32, not necessarily the dtype of `lhs`: the kernel. Or the result of
-            `fp8_all_gather`, which has observed the kernel already.
+            `fp8_all_gather`, which has observed the kernel already; or a `Master`, as `promote_dtype` of the frameworks
+            makes it.
         dimension_numbers: As in `lax.dot_general`.
         precision: As in `lax.dot_general`; None is its default forward and the highest backward, which on GPUs
             switches fast accumulation of gradients off.
@@ -146,7 +148,7 @@ def fp8_dot_general(
         Fp8UnsupportedError: A forward-mode or second derivative was asked for, or scales per row on a mesh with
             explicit axes.
     """
-    a, b = as_operand(lhs, "lhs"), as_kernel(rhs)
+    a, b = as_operand(lhs, "lhs"), rhs if isinstance(rhs, Master) else as_kernel(rhs)
     contraction = Contraction.from_dimension_numbers(dimension_numbers, a.ndim, b.ndim)
     how = Matmul(contraction=contraction, precision=precision, out_sharding=out_sharding)
     return multiply(how, a, b, preferred_element_type, meta, scaling)

@@ -11,9 +11,16 @@ from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from fp8_common import Format, Fp8UnsupportedError, ScalePolicy
-from fp8_common.jax import amax, amax_to_scale
+from fp8_common.jax import amax_to_scale
 from fp8_common.jax.arrays import as_input, divide_nearest
-from fp8_common.jax.casts import cast, cast_transpose, cast_transpose_with_amax, cast_with_amax
+from fp8_common.jax.casts import (
+    amax_of,
+    cast,
+    cast_transpose,
+    cast_transpose_with_amax,
+    cast_with_amax,
+    selects_kernels,
+)
 from fp8_jax_owg.scaling import Scaling, Tensor
 
 
@@ -42,6 +49,33 @@ class Fp8Param(NamedTuple):
         return self.data.ndim
 
 
+class Master(NamedTuple):
+    """A float32 kernel that stands for its values rounded to bfloat16.
+
+    Casts of one GPU read it as it is, where bfloat16 values would be written for them first. The bits are the same.
+
+    Attributes:
+        data: float32, shape of the kernel.
+    """
+
+    data: jax.Array
+
+    @property
+    def dtype(self) -> Any:
+        """What it stands for."""
+        return jnp.dtype(jnp.bfloat16)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the kernel."""
+        return self.data.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return self.data.ndim
+
+
 Kernel = jax.Array | Fp8Param
 
 
@@ -54,9 +88,17 @@ def as_operand(x: ArrayLike, name: str) -> jax.Array:
     return as_input(jnp.asarray(x), name)
 
 
-def as_kernel(rhs: ArrayLike | Fp8Param) -> Kernel:
+def as_kernel(rhs: ArrayLike | Fp8Param | Master) -> Kernel:
     """Return the second operand as an array, unless it is cast already; errors as in `as_operand`."""
+    if isinstance(rhs, Master):
+        return rhs.data.astype(rhs.dtype)
     return rhs if isinstance(rhs, Fp8Param) else as_operand(rhs, "rhs")
+
+
+def as_master(kernel: jax.Array, promoted: jax.Array) -> jax.Array | Master:
+    """Return what a layer multiplies with, of its kernel and of that kernel in the layer's dtype."""
+    rounds = (kernel.dtype, promoted.dtype) == (jnp.float32, jnp.bfloat16)
+    return Master(kernel) if rounds and selects_kernels() else promoted
 
 
 class Cast(NamedTuple):
@@ -76,7 +118,12 @@ class Cast(NamedTuple):
 
 
 def cast_operand(
-    scaling: Scaling, tensor: Tensor, x: jax.Array, scales: Sequence[jax.Array] = (), split: int = 0
+    scaling: Scaling,
+    tensor: Tensor,
+    x: jax.Array,
+    scales: Sequence[jax.Array] = (),
+    split: int = 0,
+    rounded: bool = False,
 ) -> Cast:
     """Cast an operand, saturating.
 
@@ -86,33 +133,34 @@ def cast_operand(
         x: float16, bfloat16 or float32, any shape.
         scales: float32 scalars into FP8, in [2^-126, 2^100], and back, from its state; empty for current scaling.
         split: Number of dimensions that the transpose has last; 0 makes no transpose.
+        rounded: Whether `x` is the data of a `Master`; `split` is not 0 then.
     """
     fmt = scaling.format_of(tensor)
     # Nothing is another mesh for JAX than an empty one, under which it runs forward rules: each cast would be traced
     # and lowered twice.
     with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
         if not scales:
-            values, transposed, back = _cast_current(x, fmt, scaling.policy, split)
+            values, transposed, back = _cast_current(x, fmt, scaling.policy, split, rounded)
             return Cast(values, transposed, back, None)
         into, back = scales
-        values, transposed, seen = _cast_and_observe(x, into, fmt, split)
+        values, transposed, seen = _cast_and_observe(x, into, fmt, split, rounded)
         return Cast(values, transposed, back, seen)
 
 
 # Functions of their own in the traced program, so that casts of equal shapes are traced and lowered once.
-@partial(jax.jit, static_argnums=(2, 3))
-def _cast_and_observe(x: jax.Array, scale: jax.Array, fmt: Format, split: int) -> tuple[jax.Array, ...]:
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _cast_and_observe(x: jax.Array, scale: jax.Array, fmt: Format, split: int, rounded: bool) -> tuple[jax.Array, ...]:
     if split:
-        return cast_transpose_with_amax(x, scale, fmt, split)
+        return cast_transpose_with_amax(x, scale, fmt, split, rounded)
     values, seen = cast_with_amax(x, scale, fmt)
     return values, values, seen
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _cast_current(x: jax.Array, fmt: Format, policy: ScalePolicy, split: int) -> tuple[jax.Array, ...]:
-    into, back = current_scales(amax(x), fmt, policy)
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _cast_current(x: jax.Array, fmt: Format, policy: ScalePolicy, split: int, rounded: bool) -> tuple[jax.Array, ...]:
+    into, back = current_scales(amax_of(x, rounded), fmt, policy)
     if split:
-        return *cast_transpose(x, into, fmt, split), back
+        return *cast_transpose(x, into, fmt, split, rounded), back
     values = cast(x, into, fmt)
     return values, values, back
 

@@ -21,7 +21,7 @@ from fp8_common import Fp8Error
 from fp8_common.jax.arrays import as_native, vary_alike
 from fp8_common.jax.casts import selects_kernels, traced_capability
 from fp8_jax_owg.derivatives import check_derivative
-from fp8_jax_owg.dots.operands import Cast, Fp8Param, Kernel, as_codes, cast_operand, may_spread
+from fp8_jax_owg.dots.operands import Cast, Fp8Param, Kernel, Master, as_codes, as_kernel, cast_operand, may_spread
 from fp8_jax_owg.scaling import TENSORS, CurrentScaling, DelayedScaling, Scaling, ScalingChoice, Tensor, as_scaling
 from fp8_jax_owg.state.cotangents import first_order_only, is_shared, like, reverse_mode_only
 from fp8_jax_owg.state.live import UnsharedStateWarning, as_live, observation, scales_of
@@ -91,6 +91,7 @@ class Product:
         tensors: What is cast here, in the order of its state.
         dtype: Of the result.
         operand_dtypes: Of lhs and rhs, and so of their gradients.
+        master: Whether rhs is the data of a `Master`.
     """
 
     how: Bilinear
@@ -98,12 +99,13 @@ class Product:
     tensors: tuple[Tensor, ...]
     dtype: np.dtype
     operand_dtypes: tuple[np.dtype, np.dtype]
+    master: bool = False
 
 
 def multiply(
     how: Bilinear,
     lhs: jax.Array,
-    rhs: Kernel,
+    rhs: Kernel | Master,
     dtype: DTypeLike | None,
     meta: Meta | None,
     scaling: ScalingChoice | None,
@@ -114,7 +116,7 @@ def multiply(
     Args:
         how: What they are multiplied by.
         lhs: float16, bfloat16 or float32.
-        rhs: The same, or cast already.
+        rhs: The same, or cast already, or a master.
         dtype: Of the result; None is that of lhs.
         meta: The leaves of the matmul, of what is cast here.
         scaling: What was asked for.
@@ -127,12 +129,14 @@ def multiply(
     tensors = tuple(tensor for tensor in how.tensors if not (tensor == "kernel" and isinstance(rhs, Fp8Param)))
     found, live = match_state(meta, scaling, tensors)
     result = np.dtype(lhs.dtype if dtype is None else dtype)
+    dtypes = lhs.dtype, rhs.gradient.dtype if isinstance(rhs, Fp8Param) else rhs.dtype
+    master = isinstance(rhs, Master) and not found.by_row and bool(how.with_transposes(lhs, rhs.data).splits)
+    rhs = rhs.data if isinstance(rhs, Master) and master else as_kernel(rhs)
     if found.by_row:
         with reverse_mode_only():
             return how.by_row(lhs, rhs, found, result)
     how = how.with_transposes(lhs, rhs)
-    dtypes = lhs.dtype, rhs.gradient.dtype if isinstance(rhs, Fp8Param) else rhs.dtype
-    product = Product(how=how, scaling=found, tensors=tensors, dtype=result, operand_dtypes=dtypes)
+    product = Product(how=how, scaling=found, tensors=tensors, dtype=result, operand_dtypes=dtypes, master=master)
     lhs, rhs, extra = vary_alike((lhs, rhs, extra), live)
     with reverse_mode_only():
         return _multiply(product, lhs, rhs, extra, live)
@@ -186,7 +190,8 @@ def _forward(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: Li
         # `fp8_all_gather` has cast it, observed it and has its state
         b = Cast(rhs.data, rhs.data, rhs.scale_inv, None)
     else:
-        b = cast_operand(scaling, "kernel", rhs, scales.get("kernel", ()), splits.get("kernel", 0))
+        own = scales.get("kernel", ())
+        b = cast_operand(scaling, "kernel", rhs, own, splits.get("kernel", 0), product.master)
     result = scaled_dot(
         lambda a, b, dtype: how.forward(a, b, extra, dtype),
         (a.values, b.transposed),
@@ -234,6 +239,7 @@ def _backward(product: Product, residuals: Any, g: Any) -> tuple[Any, ...]:
     )
     d_rhs = how.rhs_gradient(a, c.transposed, extra, scaling.gradient_dtype(of_rhs), jax.typeof(b))
     d_rhs = _scaled(d_rhs, a_back * c.back, of_rhs)
+    d_rhs = d_rhs.astype(jnp.float32) if product.master else d_rhs
     backs = {"input": a_back, "kernel": b_back, "output_grad": c.back}
     # in the order of the state, in which that of the output gradient is the last
     seen = dict(zip(product.tensors, [*rest, c.amax], strict=False))

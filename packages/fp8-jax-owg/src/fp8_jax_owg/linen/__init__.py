@@ -12,6 +12,7 @@ from fp8_jax_owg.linen.operations import (
     Fp8DirectDotGeneralOp,
     Fp8DotGeneralOp,
     Fp8Einsum,
+    promote_dtype,
 )
 from fp8_jax_owg.linen.pipeline import LayerwiseShardablePipelined
 from fp8_jax_owg.linen.train_state import TrainState
@@ -25,4 +26,5 @@ __all__ = [
     "LayerwiseShardablePipelined",
     "TrainState",
     "convert_to_fp8",
+    "promote_dtype",
 ]

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flax import linen as nn
+from flax.linen import dtypes
 
 from fp8_common import Fp8Error, Rules
-from fp8_jax_owg.linen.operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8Op
+from fp8_jax_owg.linen.operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8Op, promote_dtype
 from fp8_jax_owg.reports import log_conversion
 from fp8_jax_owg.scaling import DelayedScaling, RulesOrFilter, Scaling, ScalingChoice, as_scaling
 
@@ -80,12 +81,18 @@ class _Converted(nn.Module):
                 decided[name] = "it has a matmul of its own"
             else:
                 decided[name] = ""
+                changed: dict[str, Any] = {f"{row[1]}_cls": _Make(row[2], scaling)}
+                if row[1] == "dot_general" and module.promote_dtype is dtypes.promote_dtype:
+                    changed["promote_dtype"] = promote_dtype
+                before = {name: getattr(module, name) for name in changed}
                 # set like this, because flax freezes attributes outside of `setup`
-                object.__setattr__(module, f"{row[1]}_cls", _Make(row[2], scaling))
+                for attribute, value in changed.items():
+                    object.__setattr__(module, attribute, value)
                 try:
                     return call(*args, **kwargs)
                 finally:
-                    object.__setattr__(module, f"{row[1]}_cls", None)
+                    for attribute, value in before.items():
+                        object.__setattr__(module, attribute, value)
             return call(*args, **kwargs)
 
         with nn.intercept_methods(intercept):

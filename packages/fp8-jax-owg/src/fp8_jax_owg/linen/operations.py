@@ -8,16 +8,34 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
+from flax.linen import dtypes
 
 from fp8_common import Fp8Error
 from fp8_jax_owg.dots.conv import CONV_TENSORS, fp8_conv_general_dilated
 from fp8_jax_owg.dots.dot import fp8_dot_general, fp8_einsum
+from fp8_jax_owg.dots.operands import as_master
 from fp8_jax_owg.scaling import TENSORS, DelayedScaling, ScalingChoice, as_scaling
 from fp8_jax_owg.state.pairs import COLLECTION, init_meta
 
 OVERWRITE_WITH_GRADIENT = COLLECTION
 """The collection; flax has the same, so checkpoints of either load in the other."""
+
+
+def promote_dtype(inputs: Any, kernel: Any, bias: Any, **options: Any) -> list[Any]:
+    """Promote as `flax.linen.dtypes.promote_dtype`; of a float32 kernel GPUs then write no bfloat16 copy.
+
+    For layers with `Fp8DotGeneralOp`.
+
+    Args:
+        inputs: As flax has it.
+        kernel: The same. In place of bfloat16 values a `Master` is returned where kernels cast.
+        bias: The same, or None.
+        **options: The same.
+    """
+    promoted = dtypes.promote_dtype(inputs, kernel, bias, **options)
+    return [promoted[0], as_master(jnp.asarray(kernel), promoted[1]), promoted[2]]
 
 
 class Fp8Op(nn.Module):
@@ -76,7 +94,7 @@ class Fp8DotGeneralOp(Fp8Op):
     """`fp8_jax_owg.fp8_dot_general` with its state in the collection `_overwrite_with_gradient`.
 
     For `dot_general_cls` of `nn.Dense` and `nn.DenseGeneral`, and for `qkv_dot_general_cls` and `out_dot_general_cls`
-    of `nn.MultiHeadDotProductAttention`.
+    of `nn.MultiHeadDotProductAttention`. Give the layer `promote_dtype` of this package, too.
     """
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from flax import nnx
+from flax.nnx.nn import dtypes
 
 from fp8_common import Decision, Fp8Error, Rules
-from fp8_jax_owg.nnx.operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8EinsumOp, Fp8Op
+from fp8_jax_owg.nnx.operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8EinsumOp, Fp8Op, promote_dtype
 from fp8_jax_owg.reports import log_conversion
 from fp8_jax_owg.scaling import RulesOrFilter, ScalingChoice
 
@@ -74,6 +75,8 @@ def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoi
     for layer, attribute, operation in made:
         # NNX holds functions as static attributes; a module is data
         setattr(layer, attribute, nnx.data(operation))
+        if attribute == "dot_general" and getattr(layer, "promote_dtype", None) is dtypes.promote_dtype:
+            setattr(layer, "promote_dtype", promote_dtype)  # noqa: B010  (not of every layer)
     log_conversion(logger, {one.fqn: "" if one.include else "by the rules" for one in decisions} | unsupported)
     return model
 

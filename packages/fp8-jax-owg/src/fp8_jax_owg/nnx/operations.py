@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn import dtypes
 
 from fp8_jax_owg.dots.conv import CONV_TENSORS, fp8_conv_general_dilated
 from fp8_jax_owg.dots.dot import fp8_dot_general, fp8_einsum
+from fp8_jax_owg.dots.operands import as_master
 from fp8_jax_owg.scaling import TENSORS, DelayedScaling, ScalingChoice, Tensor, as_scaling
 from fp8_jax_owg.state.pairs import COLLECTION, init_meta, is_marked
 
@@ -33,6 +35,12 @@ nnx.register_variable_name(COLLECTION, OverwriteWithGradient, overwrite=True)
 def is_overwritten(path: Any, value: Any) -> bool:
     """Whether a variable is overwritten with its gradient: of our type, or one that a bridge made; a filter of NNX."""
     return isinstance(value, nnx.Variable) and is_marked(value)
+
+
+def promote_dtype(args: tuple[Any, Any, Any], /, **options: Any) -> tuple[Any, Any, Any]:
+    """Promote (inputs, kernel, bias) as flax does; of a float32 kernel GPUs then write no bfloat16 copy."""
+    inputs, kernel, bias = dtypes.promote_dtype(args, **options)
+    return inputs, as_master(jnp.asarray(args[1]), kernel), bias
 
 
 class Fp8Op(nnx.Module):
