@@ -32,7 +32,7 @@ from fp8_common import E4M3
 from fp8_common.torch.casts import quantize_mx
 from fp8_common.torch.decoding import dequantize_mx
 from fp8_common.torch_layers.sharding.gradients import pack_gradients, sum_gradients
-from fp8_torch_fsdp import DelayedState, Float8LinearConfig, convert_to_float8_training
+from fp8_torch_fsdp import DelayedState, Float8LinearConfig, convert_to_float8_training, synchronize_scales
 
 
 class Training:
@@ -70,8 +70,10 @@ class Training:
         self.rate = torch.zeros((), device=device)
         options: dict[str, Any] = {"capturable": True, "fused": True} if on_gpu else {}
         self.optimizer = torch.optim.AdamW(self.masters, lr=self.rate, betas=(0.9, 0.95), weight_decay=0.1, **options)
-        # Delayed scaling counts its steps on the host as well, and architectures ask the device where experts end.
-        self.replays = on_gpu and spec.model == "bytes" and layers != "tensorwise_delayed"
+        # architectures ask the device where experts end
+        self.replays = on_gpu and spec.model == "bytes"
+        # what a graph replays, the hooks of a forward do not see
+        self.synchronizes = self.replays and layers == "tensorwise_delayed"
         self.graph: torch.cuda.CUDAGraph | None = None
         rows, length = self.batch(0).shape
         self.windows = torch.zeros(rows // self.ranks, length, dtype=torch.int64, device=device)
@@ -188,6 +190,8 @@ class Training:
         if not self.replays:
             return self._forward_and_backward()
         if self.graph is None:
+            delayed = DelayedState(self.model)
+            before = delayed.state_dict()
             # One pass as it is, for whatever is made once; then one is captured, which runs when it is replayed.
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -197,10 +201,13 @@ class Training:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self.loss_of_graph = self._forward_and_backward()
+            delayed.load_state_dict(before)  # the first pass is no step
         self.graph.replay()
         return self.loss_of_graph
 
     def _forward_and_backward(self) -> Tensor:
+        if self.synchronizes:
+            synchronize_scales(self.model)
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()

@@ -21,7 +21,9 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed: tables co
 from benchmarks import _plan, _runs, convergence, figures
 from benchmarks._intervals import Estimate, Fit, quantile, seeds_for
 from benchmarks._plan import ANNEAL, RECIPES, TO_ZERO, WIRES, Spec, controlled, finished, queue
-from benchmarks._training import learning_rate
+from benchmarks._training import Training, learning_rate
+from fp8_torch_fsdp import DelayedState
+from fp8_torch_fsdp.scales.model_hooks import forget_sync
 from tests.helpers.ranks import PRELOADED
 from tests.helpers.repository import ROOT
 
@@ -118,6 +120,24 @@ def test_branches_start_where_the_trunk_of_their_seed_ends_and_controls_move_apa
     assert len(set(losses.values())) == 4
     assert max(losses.values()) - min(losses.values()) < 0.01 * min(losses.values())
     assert next(run["training"] for run in runs if run["spec"]["question"] == "trunk") == whole["training"]
+
+
+def test_what_a_graph_replays_of_delayed_scaling_gives_the_losses_of_its_hooks():
+    """A replay runs no hook of a forward: scales are synchronized in it, and the pass before it is no step."""
+    losses = []
+    for replays in (False, True):
+        run = Training(Spec(**TINY, recipe="tensorwise_delayed", steps=100), CORPUS(), "cpu")
+        if replays:
+            forget_sync(run.model)
+            run.synchronizes, state = True, DelayedState(run.model)
+            before = state.state_dict()
+            run.windows.copy_(torch.from_numpy(run.batch(0).astype(np.int64)))
+            run._forward_and_backward()
+            state.load_state_dict(before)
+        for _ in range(5):
+            run.step()
+        losses.append(run.losses)
+    assert losses[0] == losses[1]
 
 
 def test_runs_of_another_schedule_are_not_mixed_in():
