@@ -17,11 +17,17 @@ import torch.nn.functional as F
 
 from fp8_common._machine import parse_version
 from fp8_common.errors import Fp8Error, Fp8UnsupportedError
-from fp8_common.hardware import multiplies_blocks, multiplies_mx
+from fp8_common.hardware import multiplies_blocks, multiplies_mx, multiplies_rows
 from fp8_common.torch import casts, decoding
 from fp8_common.torch._operators import operator
 from fp8_common.torch.blocks import split_blocks
-from fp8_common.torch.compat import Scaling, assume_constant_result, multiplies_bfloat16, scaled_mm
+from fp8_common.torch.compat import (
+    ROWS_INTO_ALL_DTYPES,
+    Scaling,
+    assume_constant_result,
+    multiplies_bfloat16,
+    scaled_mm,
+)
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear.operand import BLOCK_1X128
 from fp8_common.torch_layers.linear.segments import transposed_rows
@@ -42,7 +48,6 @@ _MULTIPLE_OF_PAIR = {
 """By the blocks of both operands that some device multiplies: what must divide the contracted dimension."""
 _FIRST_WITH_FP8 = (8, 9)
 """The first compute capability with FP8 tensor cores."""
-_HOPPER = (9, 0)
 
 
 class MatmulOptions(NamedTuple):
@@ -98,9 +103,9 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 
 @assume_constant_result
-def multiplies_rows_into_float32(device: torch.device) -> bool:
-    """Return whether `device` writes float32 where scales are those of rows: CUTLASS, which others take, does not."""
-    return device_capability(device) == _HOPPER
+def rows_library(device: torch.device) -> Literal["cublas", "cutlass", ""]:
+    """Return what multiplies with scales of rows on `device`; "" where torch has nothing for it."""
+    return multiplies_rows(device_capability(device), parse_version(torch.version.cuda))
 
 
 # Cached, so that it warns once for each device. Apart from the marked function, because the mark needs a plain one.
@@ -139,9 +144,17 @@ def matmul(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
     if a.block or b.block:
         native = not options.emulate and applies_blocks(a, b, options.out_dtype)
         return (_matmul_blocks if native else _matmul_dequantized)(a, b, options.out_dtype)
-    if options.emulate:
+    if options.emulate or not _takes_rows(a, b):
         return _matmul_decoded(a, b, options)
     return _matmul_scaled(a, b, options)
+
+
+def _takes_rows(a: Quantized, b: Quantized) -> bool:
+    """Return whether the device multiplies `a` and `b` if one has scales of rows; true if none has."""
+    if not (a.scale_inv.ndim or b.scale_inv.ndim) or not _on_cuda(a.codes):
+        return True
+    library = rows_library(a.codes.device)
+    return library == "cublas" or (library == "cutlass" and b.fmt.name == "e4m3")
 
 
 def _matmul_decoded(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
@@ -208,12 +221,7 @@ def _matmul_scaled(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.
     if _on_cuda(a_codes):
         a_codes, b_codes, b_inv = _aligned(a_codes, b_codes, b_inv, options)
     made_in = options.out_dtype
-    if (
-        a_inv.ndim
-        and made_in == torch.float32
-        and _on_cuda(a_codes)
-        and not multiplies_rows_into_float32(a_codes.device)
-    ):
+    if a_inv.ndim and not ROWS_INTO_ALL_DTYPES and _on_cuda(a_codes) and rows_library(a_codes.device) == "cutlass":
         made_in = torch.bfloat16
     # It wants the second operand column-major, which the transpose of a contiguous [N, K] is.
     scaling: Scaling = "RowWise" if a_inv.ndim else "TensorWise"
