@@ -23,7 +23,16 @@ from typing import Any, NoReturn
 from fp8_common import __version__, advise
 from fp8_common._aligned import aligned
 from fp8_common._env import Backend, backend
-from fp8_common._machine import Machine, detect, entry_of, load_status, status_rows
+from fp8_common._machine import (
+    Machine,
+    detect,
+    entry_of,
+    gpu_entry,
+    gpu_named,
+    link_note,
+    load_status,
+    status_rows,
+)
 from fp8_common.errors import Fp8Error
 from fp8_common.hardware import GATHER, Device, Path, cast_path, native_formats, product_path
 from fp8_common.monitoring.watch import watch
@@ -88,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor", help="what this machine, its frameworks and plugins will do with FP8, and why"
     )
+    doctor.add_argument("--gpu", metavar="NAME", help='another GPU than this machine has, such as "RTX 4090" or H200')
     doctor.set_defaults(run=_doctor)
     advisor = commands.add_parser("advise", help="which configuration to take for a model, by a model of its step")
     advisor.set_defaults(run=_advise)
@@ -164,7 +174,11 @@ def _made(makers: Iterable[tuple[str, Callable[[], Any]]]) -> dict[str, Any]:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    gpu = None if options.gpu is None else gpu_named(options.gpu)
     choice, machine = backend(), detect()
+    if gpu is not None:
+        notes = filter(None, [link_note(gpu), f"This machine was not asked for its GPU: {gpu.name} is another one."])
+        machine = dataclasses.replace(machine, devices=(machine.devices[0], gpu), notes=tuple(notes))
     plugins = discover(machine)
     _write((doctor_facts if options.json else doctor_text)(machine, plugins, choice))
     return int(any(plugin.problem for plugin in plugins))
@@ -190,6 +204,7 @@ def doctor_facts(machine: Machine, plugins: Sequence[PluginReport], choice: Back
                 "native_formats": list(native_formats(device)),
                 "paths": [dataclasses.asdict(path) for path in paths(machine, device, choice)],
                 "status": entry_of(device),
+                "gpu": gpu_entry(device),
             }
             for device in machine.devices
         ],
@@ -210,6 +225,7 @@ def doctor_text(machine: Machine, plugins: Sequence[PluginReport], choice: Backe
     known = load_status()["words"].items()
     words = [(f"{word}:", text) for word, text in known if any(word in row for _, row in tried)]
     lines += ["", f"What this version was tested with: {entry_of(device)['title']}"]
+    lines += [f"  {named['name']} itself: {named['ran']}"] if (named := gpu_entry(device)) else []
     lines += [*aligned(_folded((row, name) for name, row in tried), "  "), *aligned(words, "    ")]
     lines += ["", "Plugins", *_plugin_lines(plugins, shown)]
     lines += ["", "Versions", *aligned(list(machine.versions.items()), "  ")]

@@ -117,7 +117,7 @@ def multiplies_rows(
     """Return the library with which torch multiplies with scales of rows on such a GPU; "" where it refuses.
 
     Sources: `_scaled_rowwise_rowwise` in torch's ScaledBlas.cpp and `dispatch_fp8_rowwise_kernel_on_sm` in
-    RowwiseScaledMM.cu, torch 2.11 to 2.15.
+    RowwiseScaledMM.cu, as of torch 2.15; pytorch#155991 added 12.x in 2025. Read, not run, except on 9.0.
     """
     if capability is None or not (capability == KERNEL_CAPABILITY or capability[0] in ROWS_MAJORS):
         return ""

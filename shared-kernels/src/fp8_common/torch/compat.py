@@ -71,7 +71,8 @@ Before, the operators that they supersede take the same layouts.
 ROWS_INTO_ALL_DTYPES = TorchVersion(torch.__version__) >= "2.15"
 """Whether matmuls with scales of rows by CUTLASS write float32 and float16.
 
-Before, they refuse float32, and without a bias write the bits of bfloat16 where float16 was asked for.
+Before, they refuse float32, and without a bias write the bits of bfloat16 where float16 was asked for:
+pytorch#187569.
 """
 
 CHECKPOINT_PREFIX: str = _CHECKPOINT_PREFIX
