@@ -15,6 +15,7 @@ from fp8_common.recipe import Granularity
 
 Kind = Literal["cpu", "nvidia", "amd", "tpu", "other"]
 Status = Literal["native", "reference", "emulated", "unavailable"]
+RowsLibrary = Literal["cublas", "cutlass", ""]
 
 # gfx942 multiplies the FNUZ variants, every other device with FP8 units those of the OCP specification.
 OCP = ("e4m3", "e5m2")
@@ -111,9 +112,7 @@ def multiplies_blocks(capability: tuple[int, int] | None, cuda: tuple[int, int] 
     return capability == BLOCK_CAPABILITY and cuda is not None and cuda >= BLOCK_CUDA
 
 
-def multiplies_rows(
-    capability: tuple[int, int] | None, cuda: tuple[int, int] | None
-) -> Literal["cublas", "cutlass", ""]:
+def multiplies_rows(capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> RowsLibrary:
     """Return the library with which torch multiplies with scales of rows on such a GPU; "" where it refuses.
 
     Sources: `_scaled_rowwise_rowwise` in torch's ScaledBlas.cpp and `dispatch_fp8_rowwise_kernel_on_sm` in
