@@ -195,6 +195,7 @@ def test_saturated_and_underflowed_shares_of_a_sharded_weight_are_those_of_all_r
         own = record["tensors"]["0/weight"]
         assert own["saturated"] == pytest.approx(16 / 80)
         assert own["underflowed"] == pytest.approx(24 / 80)
+        assert (own["amax"], own["scale"]) == (3.0, 448.0)
         assert own["level"] == "act"
 
 

@@ -106,11 +106,9 @@ COMBINE = {"amax": torch.maximum, "scale": torch.minimum}
 
 def _of_slot(slot: Slot) -> Statistics:
     """Return scale and amax of a whole weight that is gathered, and counts of this rank's part."""
-    counted = {"scale": slot.scale.min()} if slot.scale.numel() else {}
-    if slot.bits.numel():
-        # The bits of floats that are not negative sort like the floats.
-        counted["amax"] = slot.bits.max().view(torch.float32)
-    part = slot.part
+    counted, part = {"scale": slot.scale.min()} if slot.scale.numel() else {}, slot.part
+    # The bits of floats that are not negative sort like the floats. Static and MX casts agree on none.
+    counted["amax"] = slot.bits.max().view(torch.float32) if slot.bits.numel() else casts.amax(part)
     counted["nonfinite"] = (~torch.isfinite(part)).sum()
     counted["elements"] = torch.full((), part.numel(), device=part.device)
     if slot.newest is None or not slot.newest.codes or slot.is_mx:
@@ -121,7 +119,7 @@ def _of_slot(slot: Slot) -> Statistics:
     values = decoding.values(codes.view(casts.torch_dtype(fmt)), fmt)
     seen = slot.own_bits.to(codes.device).view(torch.float32)
     scale = slot.newest.scale.to(codes.device)
-    amax = casts.amax(part) if slot.is_static else seen.view(scale.shape)  # nobody looks at the amax of a static cast
+    amax = counted["amax"] if slot.is_static else seen.view(scale.shape)
     over = grid.of_part((amax * scale > _above(fmt.max)).float(), codes.shape, slot.region)
     counted["saturated"] = ((values.abs() == fmt.max) & (over > 0)).sum()
     zeros = (values == 0).sum() - (codes.numel() - part.numel()) - (part == 0).sum()
