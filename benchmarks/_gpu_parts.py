@@ -401,7 +401,7 @@ def rotation(report: Report, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def is_about_a_program(claim: str) -> bool:
     """Return whether a claim is about what a program does, and not about how fast."""
-    return claim.endswith((COMPILES, CODES, EVERY_TEST))
+    return claim.endswith((COMPILES, CODES, EVERY_TEST, "bit for bit"))
 
 
 def speedup(report: Report, times: Mapping[str, float], contender: str) -> None:

@@ -34,6 +34,7 @@ import torch
 from benchmarks import ROOT, SOURCES
 from benchmarks import _gpu_host as ask_host
 from benchmarks import _gpu_jax as ask_jax
+from benchmarks import _gpu_nccl as ask_nccl
 from benchmarks import _gpu_parts as ask
 from benchmarks import _gpu_published as ask_published
 from benchmarks._common import RESULTS, machine, table
@@ -113,6 +114,7 @@ def plan(gpu: str | None = "H100") -> list[Part]:
         dataclasses.replace(together("issue", 60, ask_host.issue, contenders), asked=True),
         dataclasses.replace(together("decoders of JAX", 400, ask_jax.steps, list(ask_jax.STEPS)), asked=True),
         Part("published", 60, (ask_published.SMALLER,), ask_published.steps, asked=True),
+        Part("nccl", 180, tuple(ask_nccl.claims()), ask_nccl.nccl, asked=True),
     ]
 
 
@@ -188,7 +190,7 @@ def verdicts(parts: Sequence[Part], result: Mapping[str, Any], *, on_gpu: bool) 
         for claim in dict.fromkeys((*part.claims, *found["claims"])):
             one = found["claims"].get(claim)
             if one is None:
-                rows.append((part.name, claim, "not reached", found["ended"]))
+                rows.append((part.name, claim, "not reached", found.get("missing", found["ended"])))
                 continue
             cut = "" if found["ended"] == "finished" else f"; {found['ended']}"
             if cut and one["holds"] and claim.endswith(ask.EVERY_TEST):

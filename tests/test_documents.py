@@ -10,6 +10,7 @@ import re
 import pytest
 
 from fp8_common import advise
+from fp8_common._machine import gpu_table
 from tests.helpers import programs
 from tests.helpers.repository import ROOT
 
@@ -57,6 +58,14 @@ def test_the_status_table_is_that_of_the_file():
     page = (ROOT / "docs/status.md").read_text()
     assert table in page, f"docs/status.md should hold this table:\n{table}"
     assert all(f"- **{word}**: {meaning}." in page for word, meaning in status["words"].items())
+
+
+def test_the_table_of_gpus_is_that_of_the_file_and_of_doctor():
+    head, *rows = gpu_table()
+    table = [f"| {' | '.join(row)} |" for row in (head, *rows)]
+    table.insert(1, f"|{'---|' * len(head)}")
+    expected = "\n".join(table)
+    assert expected in (ROOT / "docs/status.md").read_text(), f"docs/status.md should hold this table:\n{expected}"
 
 
 def test_readme_has_the_number_that_advise_prints():

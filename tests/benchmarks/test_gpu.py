@@ -9,11 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 pytest.importorskip("triton", reason="Triton is not installed: the plan asks for its version")
 
+from benchmarks import _gpu_nccl as ask_nccl
 from benchmarks import _gpu_parts as ask
 from benchmarks import gpu
+from tests.helpers.fsdp_models import mesh_of
+from tests.helpers.ranks import on_ranks
 from tests.helpers.repository import ROOT
 
 FAULTS = """
@@ -120,6 +125,50 @@ def test_every_part_has_a_twin_on_a_cpu_that_reaches_its_claims(tmp_path, full, 
     assert all(part["ended"] == "finished" for part in result["parts"].values())
     assert table in said
     assert "not reached" not in table
+
+
+def test_one_gpu_is_told_that_nccl_needs_two(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    report = ask.Report(tmp_path / "nccl.json", on_gpu=True)
+    ask_nccl.nccl(report, "")
+    (part,) = [part for part in gpu.plan() if part.name == "nccl"]
+    found = {"parts": {"nccl": json.loads((tmp_path / "nccl.json").read_text()) | {"ended": "finished"}}}
+    rows = gpu.verdicts([part], found, on_gpu=True)
+    assert len(rows) == 1 + 4 * len(ask_nccl.SETUPS)
+    assert {row[2:] for row in rows} == {("not reached", "needs 2 GPUs, this machine has 1")}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@on_ranks(2)
+def test_a_byte_that_arrives_wrong_is_seen_under_nccl(rank, recipe):
+    """Over gloo in its place: collectives, the first output and the trained shards differ."""
+    device, sizes, mesh = torch.device("cpu"), ask_nccl.Sizes(3, 64, 32), mesh_of()
+    assert ask_nccl.collectives(device, rank)
+    sound, nbytes, output = ask_nccl.train(recipe, mesh, device, sizes)
+    assert nbytes == 2.0
+    with torch.no_grad():
+        alone = ask_nccl.build(recipe, None, device, sizes)(ask_nccl.batch(rank, 0, device, sizes))
+    assert torch.equal(output, alone)
+
+    def spoiled(gather):
+        def wrong(*given, **options):
+            work = gather(*given, **options)
+            if work is not None:
+                work.wait()
+            gathered = given[0] if given else next(value for key, value in options.items() if "output" in key)
+            gathered.view(-1).view(torch.uint8)[5] ^= 8
+            return work
+
+        return wrong
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather_into_tensor", "all_gather_single"):  # FSDP2 calls the second from torch 2.15 on
+            if hasattr(dist, name):
+                patch.setattr(dist, name, spoiled(getattr(dist, name)))
+        assert not ask_nccl.collectives(device, rank)
+        broken, _, other = ask_nccl.train(recipe, mesh, device, sizes)
+    assert not torch.equal(output, other)
+    assert not all(map(torch.equal, sound, broken))
 
 
 def test_a_cpu_refutes_programs_and_no_speeds():

@@ -1,5 +1,7 @@
 """The module of `examples/lightning_module.py`, which converts itself, under Lightning's own Trainer."""
 
+import json
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -10,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import fp8_torch_fsdp as f8
 from examples.lightning_module import Model
+from fp8_torch_fsdp.integrations.lightning import Float8Callback
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
 
@@ -55,3 +58,28 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, recipe):
     one, other = ({**m.state_dict(), **f8.DelayedState(m).state_dict()} for m in (whole, resumed))
     assert len(one) == 4 + 2 * 3 * 5 * ("delayed" in recipe)
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_callback_logs_optimizer_steps_of_accumulated_batches_and_goes_on_after_a_resume(tmp_path):
+    """8 optimizer steps of 2 batches each, then 4 more from a checkpoint."""
+    steps = []
+
+    def run(epochs, checkpoint=None):
+        saver = ModelCheckpoint(dirpath=tmp_path, filename=f"{epochs}-{{epoch}}")
+        log = Float8Callback(tmp_path / "run", every=3, scalars=lambda values, step: steps.append(step))
+        options = {"callbacks": [saver, log], "accumulate_grad_batches": 2}
+        fit(module("tensorwise_delayed"), epochs=epochs, checkpoint=checkpoint, **options)
+        return saver.best_model_path
+
+    path = run(4)
+    assert steps == [1, 3, 6]
+    run(6, path)
+    assert steps == [1, 3, 6, 9, 12]
+    written = [json.loads(line) for line in (tmp_path / "run" / "fp8.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in written] == steps
+    layers = [
+        name for name, layer in module("tensorwise").layers.named_children() if isinstance(layer, torch.nn.Linear)
+    ]
+    for record in written:
+        assert {name.rpartition("/")[0] for name in record["tensors"]} == {f"layers.{name}" for name in layers}
+        assert len(record["tensors"]) == 3 * len(layers)

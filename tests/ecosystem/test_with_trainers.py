@@ -1,6 +1,7 @@
 """Transformers' Trainer, alone and under Accelerate's FSDP2: runs that were resumed equal those that never stopped."""
 
 import itertools
+import json
 import os
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import fp8_torch_fsdp as f8
+from fp8_common import _command as command
+from fp8_torch_fsdp.integrations.transformers import Float8Callback
 from tests.ecosystem.small import llama, loaded, local
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
@@ -151,3 +154,66 @@ def test_sharded_runs_resume_from_cpu_and_from_meta_in_float32_and_bf16(run_rank
         folder = str(tmp_path / f"{ram_efficient}-{dtype}")
         for rank in run_ranks(2, sharded, recipe, folder, ram_efficient, dtype, timeout=400):
             assert rank == ([], {"float8_e4m3fn"}, {torch.float32})
+
+
+def logged(rank, world_size, folder):
+    """Train 6 steps with the callback; the model is sharded by Accelerate's FSDP2."""
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29514")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    model = llama(num_hidden_layers=2)
+    f8.convert_to_float8_training(model)
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
+    arguments = TrainingArguments(output_dir=f"{folder}/{rank}", **options, **STEPS)
+    numbers = []
+    callback = Float8Callback(every=2, scalars=lambda values, step: numbers.append(step))
+    Sharding(model=model, args=arguments, train_dataset=Counting(), callbacks=[callback]).train()
+    return numbers, whole_weights(model)
+
+
+def whole_weights(model):
+    return {
+        name: p.full_tensor().abs().max().item() if hasattr(p, "full_tensor") else p.abs().max().item()
+        for name, p in model.named_parameters()
+    }
+
+
+def records(folder):
+    return [json.loads(line) for line in (Path(folder) / "fp8.jsonl").read_text().splitlines()]
+
+
+LAYERS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+
+
+def test_the_callback_logs_every_layer_of_a_resumed_run(tmp_path, capsys):
+    """The log continues where it was, and `fp8 watch` shows it."""
+    for stops, checkpoint in ((True, None), (False, str(tmp_path / "run" / "checkpoint-3"))):
+        model = llama(num_hidden_layers=2)
+        f8.convert_to_float8_training(model)
+        arguments = TrainingArguments(output_dir=str(tmp_path / "run"), per_device_train_batch_size=4, **STEPS)
+        callbacks = [Float8Callback(every=2), *([StopAfterThree()] if stops else [])]
+        run = Trainer(model=model, args=arguments, train_dataset=Counting(), callbacks=callbacks)
+        run.train(resume_from_checkpoint=checkpoint)
+    written = records(tmp_path / "run")
+    assert [record["step"] for record in written] == [1, 2, 4, 6]
+    names = {
+        f"model.layers.{i}.{layer}/{tensor}"
+        for i, layer, tensor in itertools.product(range(2), LAYERS, ("input", "weight", "grad_output"))
+    }
+    assert all(record["tensors"].keys() == names and record["level"] == "ok" for record in written)
+    assert command.main(["watch", str(tmp_path / "run"), "--once"]) == 0
+    assert "step 6: 14 layers, 14 ok" in capsys.readouterr().out
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+def test_the_callback_writes_on_the_first_rank_alone_under_accelerates_fsdp2(run_ranks, tmp_path):
+    (first, amax), (second, _) = run_ranks(2, logged, str(tmp_path), timeout=400)
+    assert (first, second) == ([1, 2, 4, 6], [])
+    assert not (tmp_path / "1" / "fp8.jsonl").exists()
+    written = records(tmp_path / "0")
+    assert [record["step"] for record in written] == first
+    last = written[-1]["tensors"]
+    assert len(last) == 2 * len(LAYERS) * 3
+    # one step of AdamW with 1e-2 came since the weights were gathered
+    for name in (f"model.layers.{i}.{layer}" for i, layer in itertools.product(range(2), LAYERS)):
+        assert last[f"{name}/weight"]["amax"] == pytest.approx(amax[f"{name}.weight"], abs=0.011)

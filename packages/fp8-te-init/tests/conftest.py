@@ -1,5 +1,7 @@
 """A fixture that finds tests which leave global state behind."""
 
+import logging
+
 import pytest
 import torch
 
@@ -23,3 +25,16 @@ def warned():
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def conversion_unlogged():
+    """Tests of warnings look for others than the line about conversion; a test of that sets the level INFO."""
+    logger = logging.getLogger("fp8_te_init.build")
+
+    def level_is_info(record):
+        return logging.getLogger().level <= logging.INFO
+
+    logger.addFilter(level_is_info)
+    yield
+    logger.removeFilter(level_is_info)

@@ -248,3 +248,30 @@ def test_the_average_of_a_model_in_training_has_masters_of_its_own():
     assert are_codes_of_masters(net, optimizer)
     assert [optimizer.master_of(weight) for weight in weights(average)] == [None, None]
     assert len(masters(net, optimizer)) == 2
+
+
+# ---------------------------------------------------------------- what was converted
+
+
+def test_one_line_says_what_was_converted(caplog):
+    """A filter that matches nothing, or a layer of another class, went unseen: conversion was logged at level INFO."""
+
+    class Other(torch.nn.Linear):
+        pass
+
+    with caplog.at_level("INFO"):
+        with fti.fp8_model_init():
+            built = torch.nn.Sequential(
+                torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 16), Other(16, 16)
+            )
+        fti.convert_linear(plain(), module_filter_fn=["*", "!2"])
+        with fti.fp8_model_init():
+            alone = torch.nn.Linear(16, 16)
+        with fti.fp8_model_init(enabled=False):
+            plain()
+    assert [type(layer) for layer in (built[0], built[2], alone)] == [fti.PrimaryFloat8Linear] * 3
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "FP8: 2 linear layers have FP8 primary weights. 1 stays in high precision."),
+        ("WARNING", "FP8: 1 linear layers have FP8 primary weights. Left in high precision: 2 (filtered)."),
+        ("INFO", "FP8: 1 linear layers have FP8 primary weights."),
+    ]

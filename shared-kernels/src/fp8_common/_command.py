@@ -1,10 +1,10 @@
 """The `fp8` command.
 
 `fp8 doctor` says what this machine will do with FP8, `fp8 advise` whether FP8 is worth it, `fp8 certify` what the
-numbers of recipes, or of a model, depend on.
+numbers of recipes, or of a model, depend on. `fp8 watch` shows the log of a run.
 
-Exit codes: 0 done; 1 `fp8 doctor` found a broken plugin, or something is not installed; 2 bad input, or an output that
-cannot be written, explained in one sentence.
+Exit codes: 0 done; 1 `fp8 doctor` found a broken plugin, something is not installed, or `fp8 watch --once` shows a
+layer that needs action; 2 bad input, or an output that cannot be written, explained in one sentence.
 """
 
 import argparse
@@ -21,10 +21,21 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from fp8_common import __version__, advise
+from fp8_common._aligned import aligned
 from fp8_common._env import Backend, backend
-from fp8_common._machine import Machine, detect, entry_of, load_status, status_rows
+from fp8_common._machine import (
+    Machine,
+    detect,
+    entry_of,
+    gpu_entry,
+    gpu_named,
+    link_note,
+    load_status,
+    status_rows,
+)
 from fp8_common.errors import Fp8Error
 from fp8_common.hardware import GATHER, Device, Path, cast_path, native_formats, product_path
+from fp8_common.monitoring.watch import watch
 from fp8_common.plugin import PluginReport, discover
 from fp8_common.recipe import GRANULARITIES
 from fp8_common.testing.certify import PROPERTIES, check, engines, explanations, from_file, rows, table
@@ -86,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor", help="what this machine, its frameworks and plugins will do with FP8, and why"
     )
+    doctor.add_argument("--gpu", metavar="NAME", help='another GPU than this machine has, such as "RTX 4090" or H200')
     doctor.set_defaults(run=_doctor)
     advisor = commands.add_parser("advise", help="which configuration to take for a model, by a model of its step")
     advisor.set_defaults(run=_advise)
@@ -95,6 +107,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     certifier.add_argument("--properties", nargs="+", metavar="PROPERTY", help=f"of {', '.join(PROPERTIES)}")
     certifier.set_defaults(run=_certify)
+    watcher = commands.add_parser("watch", help="the state of FP8 layers of a run, live, from its log")
+    watcher.add_argument("path", metavar="RUN", help="the log, or the folder that holds it as fp8.jsonl")
+    watcher.add_argument(
+        "--once", action="store_true", help="print it once and end; exit code 1 if a layer needs action"
+    )
+    watcher.set_defaults(run=lambda options: watch(options.path, once=options.once))
     for command in (doctor, advisor, certifier):
         command.add_argument("--json", action="store_true", help="write JSON")
     add, job = advisor.add_argument, advise.Job(shape=advise.SHAPES["llama3-8b"])
@@ -106,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sequence", type=int, help=f"length of a sequence (default {advise.SEQUENCE}, or --tokens if that is less)")
     add("--micro-batches", type=int, default=1, help="of one optimizer step (default %(default)s)")
     add("--measured", type=float, metavar="T", help="tokens per second and device that bf16 reaches, if you know it")
-    texts = "".join(command.format_help() for command in (doctor, advisor, certifier))
+    texts = "".join(command.format_help() for command in (doctor, advisor, certifier, watcher))
     parser.options = re.findall(r"--[a-z-]+", texts)
     return parser
 
@@ -157,7 +175,11 @@ def _made(makers: Iterable[tuple[str, Callable[[], Any]]]) -> dict[str, Any]:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    gpu = None if options.gpu is None else gpu_named(options.gpu)
     choice, machine = backend(), detect()
+    if gpu is not None:
+        notes = filter(None, [link_note(gpu), f"This machine was not asked for its GPU: {gpu.name} is another one."])
+        machine = dataclasses.replace(machine, devices=(machine.devices[0], gpu), notes=tuple(notes))
     plugins = discover(machine)
     _write((doctor_facts if options.json else doctor_text)(machine, plugins, choice))
     return int(any(plugin.problem for plugin in plugins))
@@ -183,6 +205,7 @@ def doctor_facts(machine: Machine, plugins: Sequence[PluginReport], choice: Back
                 "native_formats": list(native_formats(device)),
                 "paths": [dataclasses.asdict(path) for path in paths(machine, device, choice)],
                 "status": entry_of(device),
+                "gpu": gpu_entry(device),
             }
             for device in machine.devices
         ],
@@ -197,15 +220,16 @@ def doctor_text(machine: Machine, plugins: Sequence[PluginReport], choice: Backe
     device = machine.accelerator
     shown = paths(machine, device, choice)
     lines = [f"fp8-common {__version__} on {machine.system}, Python {machine.python}, {machine.cores} cores"]
-    lines += ["", "Devices", *_table([_device_row(one) for one in machine.devices], "  ")]
+    lines += ["", "Devices", *aligned([_device_row(one) for one in machine.devices], "  ")]
     lines += ["", f"FP8 on {device.label} ({device.name})", *_path_lines(shown, "  ")]
     tried = status_rows(device)
     known = load_status()["words"].items()
     words = [(f"{word}:", text) for word, text in known if any(word in row for _, row in tried)]
     lines += ["", f"What this version was tested with: {entry_of(device)['title']}"]
-    lines += [*_table(_folded((row, name) for name, row in tried), "  "), *_table(words, "    ")]
+    lines += [f"  {named['name']} itself: {named['ran']}"] if (named := gpu_entry(device)) else []
+    lines += [*aligned(_folded((row, name) for name, row in tried), "  "), *aligned(words, "    ")]
     lines += ["", "Plugins", *_plugin_lines(plugins, shown)]
-    lines += ["", "Versions", *_table(list(machine.versions.items()), "  ")]
+    lines += ["", "Versions", *aligned(list(machine.versions.items()), "  ")]
     lines += ["", "Notes", *(f"  {note}" for note in machine.notes)] if machine.notes else []
     return "\n".join(lines)
 
@@ -234,7 +258,7 @@ def _plugin_lines(plugins: Sequence[PluginReport], shown: Sequence[Path]) -> lis
 def _path_lines(found: Sequence[Path], indent: str) -> list[str]:
     """Return a line for each status and reason, with the names of all paths that share them."""
     folded = _folded(((path.status, path.why), path.name) for path in found)
-    return _table([(status, f"{names}: {why}") for (status, why), names in folded], indent)
+    return aligned([(status, f"{names}: {why}") for (status, why), names in folded], indent)
 
 
 def _folded(pairs: Iterable[tuple[Any, str]]) -> list[tuple[Any, str]]:
@@ -243,15 +267,6 @@ def _folded(pairs: Iterable[tuple[Any, str]]) -> list[tuple[Any, str]]:
     for key, name in pairs:
         names.setdefault(key, []).append(name)
     return [(key, ", ".join(those)) for key, those in names.items()]
-
-
-def _table(lines: Sequence[Sequence[str]], indent: str) -> list[str]:
-    """Return rows as lines with aligned columns; the last column is left as it is."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
-    return [
-        indent + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
-        for row in lines
-    ]
 
 
 def _write(report: Any) -> None:

@@ -24,7 +24,8 @@ from importlib import resources
 from pathlib import Path as FilePath
 from typing import Any
 
-from fp8_common.hardware import Device, Path, Status, native_formats, product_path
+from fp8_common.errors import Fp8Error
+from fp8_common.hardware import Device, Path, Status, cast_path, native_formats, product_path
 from fp8_common.recipe import Granularity
 
 _log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ def detect() -> Machine:
     # Asked last: it cannot tell whether a framework can use the GPU, which is what the report is about.
     if not accelerators and (accelerators := nvidia_smi_devices()):
         notes.append("The driver sees a GPU that no installed framework can use; install a build with GPU support.")
+    notes += dict.fromkeys(filter(None, map(link_note, accelerators)))
     if any(device.kind == "nvidia" for device in accelerators):
         versions |= libraries(sys.modules.get("torch"))
     return Machine(
@@ -231,7 +233,11 @@ def processor_name() -> str:
 
 @functools.cache
 def load_status() -> dict[str, Any]:
-    """Return the file: `words` (what each word means), `columns` (titles), `devices` (key, title, status)."""
+    """Return the file.
+
+    It has `words` (what each means), `columns` (titles), `devices` (key, title, status) and `gpus` (name, target,
+    links, whether it ran).
+    """
     return json.loads(resources.files("fp8_common").joinpath("status.json").read_text())
 
 
@@ -257,3 +263,67 @@ def status_rows(device: Device) -> list[tuple[str, str]]:
     """Return (title of the column, its words) for devices like this one."""
     columns, status = load_status()["columns"], entry_of(device)["status"]
     return [(title, ", ".join(status[name])) for name, title in columns.items()]
+
+
+def gpu_named(name: str) -> Device:
+    """Return the GPU of a name such as "4090" or "RTX 4090", as torch for CUDA 13.0 would find it.
+
+    Raises:
+        Fp8Error: The file has no such GPU, or several.
+    """
+    known = load_status()["gpus"]
+    wanted = _plain(name)
+    found = [gpu for gpu in known if _plain(gpu["name"]) == wanted] or [
+        gpu for gpu in known if wanted and wanted in _plain(gpu["name"])
+    ]
+    if len(found) != 1:
+        raise Fp8Error(f"{name!r} is none of the GPUs {', '.join(gpu['name'] for gpu in known)}.")
+    return _gpu_device(found[0])
+
+
+def gpu_entry(device: Device) -> dict[str, Any] | None:
+    """Return what the file says about the GPU of this name: name, target, links, ran; None if it does not know it."""
+    own = _plain(device.name)
+    found = [gpu for gpu in load_status()["gpus"] if _plain(gpu["name"]) in own and gpu["target"] in _targets(device)]
+    return max(found, key=lambda gpu: len(gpu["name"])) if found else None  # "L40S" before "L4"
+
+
+def gpu_table() -> list[tuple[str, ...]]:
+    """Return the GPUs of the file with what runs on each, a head first: for `docs/status.md`."""
+    rows: list[tuple[str, ...]] = [
+        ("GPU", "target", "casts", "tensorwise", "row-wise", "block-wise", "MX", "links", "ran")
+    ]
+    for gpu in load_status()["gpus"]:
+        device = _gpu_device(gpu)
+        cast = "kernels" if cast_path(device, backend="auto", triton="3.9").status == "native" else "operations"
+        compiled = "compiled for" in entry_of(device)["status"]["casts"]
+        products = (product_path(device, each).status for each in ("tensorwise", "rowwise", "blockwise_1x128", "mx"))
+        casts = f"{cast}, compiled for" if compiled else cast
+        rows.append((gpu["name"], gpu["target"], casts, *products, gpu["links"], gpu["ran"]))
+    return rows
+
+
+def link_note(device: Device) -> str:
+    """Return an advice about communication for GPUs that are linked by PCIe; "" for others."""
+    entry = gpu_entry(device)
+    if "PCIe" not in device.name and (entry is None or entry["links"] != "PCIe"):
+        return ""
+    return (
+        f"{device.name} is linked by PCIe, where bytes between GPUs cost most. convert_to_float8_training gathers "
+        "weights in one byte; after fully_shard, fp8_torch_fsdp.compress_communication(model, gradients=True) reduces "
+        "gradients in one, too. fp8 advise --links pcie-100 estimates both."
+    )
+
+
+def _plain(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
+
+
+def _targets(device: Device) -> tuple[str, ...]:
+    return (device.arch or "", ".".join(map(str, device.capability or ())))
+
+
+def _gpu_device(gpu: dict[str, Any]) -> Device:
+    if gpu["kind"] == "amd":
+        return Device(kind="amd", name=gpu["name"], arch=gpu["target"])
+    return Device(kind="nvidia", name=gpu["name"], capability=parse_version(gpu["target"]), cuda=(13, 0))

@@ -15,6 +15,7 @@ from fp8_common.recipe import Granularity
 
 Kind = Literal["cpu", "nvidia", "amd", "tpu", "other"]
 Status = Literal["native", "reference", "emulated", "unavailable"]
+RowsLibrary = Literal["cublas", "cutlass", ""]
 
 # gfx942 multiplies the FNUZ variants, every other device with FP8 units those of the OCP specification.
 OCP = ("e4m3", "e5m2")
@@ -29,6 +30,10 @@ BLOCK_CAPABILITY = (9, 0)
 """The one compute capability for which cuBLAS multiplies with float32 scales of blocks: later ones have MX scales."""
 BLOCK_CUDA = (12, 9)
 """The first CUDA that does."""
+ROWS_CUDA = (12, 9)
+"""The first CUDA with which cuBLAS multiplies with scales of rows, on Hopper; CUTLASS does elsewhere."""
+ROWS_MAJORS = (9, 10, 11, 12)
+"""The major compute capabilities for which torch has matmuls with scales of rows, besides 8.9."""
 MX_MAJOR = 10
 """The major compute capability for which cuBLAS multiplies with MX scales in the order that is written here."""
 MX_CUDA = (12, 8)
@@ -107,6 +112,17 @@ def multiplies_blocks(capability: tuple[int, int] | None, cuda: tuple[int, int] 
     return capability == BLOCK_CAPABILITY and cuda is not None and cuda >= BLOCK_CUDA
 
 
+def multiplies_rows(capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> RowsLibrary:
+    """Return the library with which torch multiplies with scales of rows on such a GPU; "" where it refuses.
+
+    Sources: `_scaled_rowwise_rowwise` in torch's ScaledBlas.cpp and `dispatch_fp8_rowwise_kernel_on_sm` in
+    RowwiseScaledMM.cu, as of torch 2.15; pytorch#155991 added 12.x in 2025. Read, not run, except on 9.0.
+    """
+    if capability is None or not (capability == KERNEL_CAPABILITY or capability[0] in ROWS_MAJORS):
+        return ""
+    return "cublas" if capability[0] == BLOCK_CAPABILITY[0] and (cuda is None or cuda >= ROWS_CUDA) else "cutlass"
+
+
 def multiplies_mx(capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> bool:
     """Return whether torch, built with a CUDA version, multiplies with MX scales on such a GPU."""
     # not 12.0: its tensor cores take other layouts, for which nothing here was written
@@ -158,8 +174,12 @@ def _no_units(device: Device) -> str:
 
 def _scale_support(device: Device, granularity: Granularity) -> tuple[bool, str]:
     """Whether the matrix product applies scales of this granularity itself, and why."""
-    if granularity in ("tensorwise", "rowwise"):
+    if granularity == "tensorwise":
         return True, "the product applies the scales"
+    if granularity == "rowwise":
+        if multiplies_rows(device.capability, device.cuda):
+            return True, "the product applies the scales"
+        return False, "torch multiplies with scales of rows on sm_89 and from sm_90 to sm_12x"
     if granularity == "mx":
         if multiplies_mx(device.capability, device.cuda):
             return True, "cuBLAS applies MX scales; this version was never run there"

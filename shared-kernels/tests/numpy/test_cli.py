@@ -174,3 +174,21 @@ def test_what_takes_long_says_on_a_terminal_how_far_it_is(monkeypatch, capsys):
     assert "1 of 2: one\r" in told
     assert "2 of 2: two, about 0 s left" in told
     assert told.endswith("\r\x1b[K")
+
+
+def test_doctor_answers_for_a_gpu_that_is_not_here(run):
+    code, text, _ = run("doctor", "--gpu", "4090")
+    assert code == 0
+    assert "FP8 on sm_89 (RTX 4090)" in text
+    assert "RTX 4090 itself: never run" in text
+    assert "native    tensorwise, rowwise: sm_89" in text
+    assert "RTX 4090 is linked by PCIe" in text
+    assert "H100" not in text.partition("Versions")[0]
+    facts = json.loads(run("doctor", "--gpu", "H200", "--json")[1])
+    assert [device["name"] for device in facts["devices"]] == ["a processor", "H200"]
+    assert facts["devices"][1]["gpu"] == {
+        "name": "H200", "kind": "nvidia", "target": "9.0", "links": "NVLink or PCIe", "ran": "never run"
+    }  # fmt: skip
+    code, _, error = run("doctor", "--gpu", "4091")
+    assert code == 2
+    assert "fp8 doctor: '4091' is none of the GPUs A100, L4" in error

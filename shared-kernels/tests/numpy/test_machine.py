@@ -62,6 +62,7 @@ MACHINES = {
     "torch that is broken": ({"torch": SimpleNamespace(cuda=SimpleNamespace(is_available=broken))}, ()),
 }
 NOTES = {
+    "JAX, where torch sees nothing": "NVIDIA L4 is linked by PCIe",
     "a GPU that no framework can use": "The driver sees a GPU that no installed framework can use",
     "torch that is broken": "torch is installed but cannot be used: OSError: libcudart.so.12: cannot open shared",
 }

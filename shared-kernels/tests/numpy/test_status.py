@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp8_common import RECIPES
+from fp8_common import RECIPES, Fp8Error
 from fp8_common import _machine as status
 from fp8_common.hardware import Device, product_path
 
@@ -38,3 +38,66 @@ def test_every_recipe_has_a_cell_of_known_words_that_agree(key):
     for recipe in RECIPES.keys() - {"mxfp8"}:  # emulated everywhere: layers do not call the product that a device has
         path = product_path(DEVICES[key], GRANULARITIES.get(recipe, "tensorwise"))
         assert ("emulated" in cells[recipe]) == (path.status == "emulated"), recipe
+
+
+# ---------------------------------------------------------------- by name
+
+ALL = ("tensorwise", "row-wise", "block-wise", "MX")
+NATIVE = {
+    "A100": (),
+    "L4": ALL[:2],
+    "L40S": ALL[:2],
+    "RTX 4090": ALL[:2],
+    "H100": ALL[:3],
+    "H200": ALL[:3],
+    "B200": ("tensorwise", "row-wise", "MX"),
+    "RTX 5090": ALL[:2],
+    "RTX PRO 6000": ALL[:2],
+    "MI300X": (),
+}
+
+
+def test_what_each_gpu_multiplies_natively_and_that_one_alone_ran():
+    head, *rows = status.gpu_table()
+    table = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+    assert table.keys() == NATIVE.keys()
+    for name, row in table.items():
+        assert {column for column in ALL if row[column] == "native"} == set(NATIVE[name]), name
+        assert {row[column] for column in ALL} <= {"native", "emulated"}
+        assert row["ran"] == ("measured" if name == "H100" else "never run")
+
+
+FOUND = [
+    ("NVIDIA GeForce RTX 4090", (8, 9), "RTX 4090", True),
+    ("NVIDIA L40S", (8, 9), "L40S", True),
+    ("NVIDIA L4", (8, 9), "L4", True),
+    ("NVIDIA GeForce RTX 5090", (12, 0), "RTX 5090", True),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), "RTX PRO 6000", True),
+    ("NVIDIA A100-SXM4-80GB", (8, 0), "A100", False),
+    ("NVIDIA A100 80GB PCIe", (8, 0), "A100", True),
+    ("NVIDIA H100 80GB HBM3", (9, 0), "H100", False),
+    ("NVIDIA H100 PCIe", (9, 0), "H100", True),
+    ("NVIDIA H200", (9, 0), "H200", False),
+    ("NVIDIA B200", (10, 0), "B200", False),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9), "RTX 4090", True),
+    ("NVIDIA GeForce RTX 3090", (8, 6), None, False),
+]
+
+
+@pytest.mark.parametrize(("name", "capability", "known", "pcie"), FOUND)
+def test_a_gpu_is_found_by_the_name_of_its_driver_and_its_links_are_told(name, capability, known, pcie):
+    device = Device(kind="nvidia", name=name, capability=capability)
+    entry = status.gpu_entry(device)
+    assert (entry and entry["name"]) == known
+    note = status.link_note(device)
+    assert bool(note) is pcie
+    assert not pcie or "compress_communication(model, gradients=True)" in note
+
+
+def test_a_gpu_is_asked_for_by_any_part_of_its_name_that_no_other_has():
+    assert [status.gpu_named(name).name for name in ("4090", "rtx-5090", "L4", "l40s", "PRO 6000", "mi300x")] == [
+        "RTX 4090", "RTX 5090", "L4", "L40S", "RTX PRO 6000", "MI300X"
+    ]  # fmt: skip
+    for name in ("RTX", "3090", "", "?"):
+        with pytest.raises(Fp8Error, match=r"is none of the GPUs A100, L4, L40S, RTX 4090"):
+            status.gpu_named(name)

@@ -204,17 +204,34 @@ def test_recipes_are_names_objects_or_dictionaries():
     assert dataclasses.replace(named, pad_inner_dim=True).recipe == named.recipe
 
 
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+
+
 @pytest.mark.parametrize(
-    ("capability", "rowwise", "made_in"),
+    ("gpu", "capability", "cuda", "rowwise", "before", "from_2_15"),
     [
-        ((9, 0), True, torch.float32),
-        ((8, 9), True, torch.bfloat16),
-        ((10, 0), True, torch.bfloat16),
-        ((8, 9), False, torch.float32),
+        ("H100", (9, 0), "12.9", True, FLOAT32, FLOAT32),
+        ("H100, CUDA 12.8", (9, 0), "12.8", True, BFLOAT16, FLOAT32),
+        ("RTX 4090, L40S", (8, 9), "13.0", True, BFLOAT16, FLOAT32),
+        ("B200", (10, 0), "13.0", True, BFLOAT16, FLOAT32),
+        ("RTX 5090", (12, 0), "13.0", True, BFLOAT16, FLOAT32),
+        ("unknown", (14, 0), "13.0", True, None, None),
+        ("RTX 4090", (8, 9), "13.0", False, FLOAT32, FLOAT32),
+        ("RTX 5090", (12, 0), "13.0", False, FLOAT32, FLOAT32),
+        ("unknown", (14, 0), "13.0", False, FLOAT32, FLOAT32),
     ],
 )
-def test_float32_is_asked_of_the_device_where_it_writes_it(monkeypatch, capability, rowwise, made_in):
-    """CUTLASS, which multiplies with scales of rows off Hopper, writes 16 bits alone."""
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("all_dtypes", [False, True])
+def test_what_is_asked_of_a_device_with_scales_of_rows(
+    monkeypatch, gpu, capability, cuda, rowwise, before, from_2_15, out_dtype, all_dtypes
+):
+    """CUTLASS, which multiplies with scales of rows off Hopper, writes bfloat16 alone before torch 2.15.
+
+    It writes these bits for float16, too, and says nothing; on Hopper it multiplies before CUDA 12.9.
+    """
+    made_in = from_2_15 if all_dtypes else before
+    made_in = out_dtype if made_in == torch.float32 else made_in
     asked = []
     codes = torch.ones(16, 16).to(torch.float8_e4m3fn)
     scale_inv = torch.ones(16, 1) if rowwise else torch.ones(())
@@ -226,12 +243,31 @@ def test_float32_is_asked_of_the_device_where_it_writes_it(monkeypatch, capabili
 
     monkeypatch.setattr(matmul, "scaled_mm", scaled_mm)
     monkeypatch.setattr(matmul, "device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(matmul, "_on_cuda", lambda tensor: True)
+    monkeypatch.setattr(matmul, "ROWS_INTO_ALL_DTYPES", all_dtypes)
     operand = Quantized(codes, scale_inv, f8.E4M3)
-    y = matmul.matmul(operand, operand, matmul.MatmulOptions(torch.float32, emulate=False))
-    assert asked == [made_in]
-    assert y.dtype == torch.float32
+    y = matmul.matmul(operand, operand, matmul.MatmulOptions(out_dtype, emulate=False))
+    assert asked == ([] if made_in is None else [made_in])
+    assert y.dtype == out_dtype
     assert (y == 16).all()
+
+
+@pytest.mark.parametrize(("capability", "native"), [((9, 0), True), ((8, 9), False), ((12, 0), False)])
+def test_cutlass_takes_no_e5m2_as_second_operand(monkeypatch, capability, native):
+    """It raises; a recipe with E5M2 inputs would have ended in the gradient of the weight."""
+    calls = []
+    monkeypatch.setattr(matmul, "scaled_mm", lambda a, b, *rest, **options: calls.append(1) or (a.float() @ b.float()))
+    monkeypatch.setattr(matmul, "device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(matmul, "_on_cuda", lambda tensor: True)
+    a = Quantized(torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1), f8.E4M3)
+    b = Quantized(torch.ones(16, 16).to(torch.float8_e5m2), torch.ones(16, 1), f8.E5M2)
+    assert (matmul.matmul(a, b, matmul.MatmulOptions(torch.float32, emulate=False)) == 16).all()
+    assert bool(calls) is native
+    calls.clear()
+    assert (matmul.matmul(b, a, matmul.MatmulOptions(torch.float32, emulate=False)) == 16).all()
+    assert calls, "the first may be E5M2"
 
 
 @pytest.mark.matrix("each", recipe=RECIPES, saved=[True, False])

@@ -42,6 +42,7 @@ from fp8_jax_owg.step import (
     psum,
     where_step_valid,
 )
+from fp8_jax_owg.step_log import OwgLog
 
 __version__ = "0.1.0"
 check_version("fp8-jax-owg", __version__)
@@ -51,6 +52,7 @@ __all__ = [
     "DelayedScaling",
     "Fp8Param",
     "Overwrite",
+    "OwgLog",
     "UnsharedStateWarning",
     "accumulate",
     "all_finite",

@@ -5,11 +5,13 @@ import dataclasses
 import functools
 import logging
 import typing
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -44,10 +46,14 @@ _TE_ALONE = ("MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Building:
-    """What applies to layers that are being built; `config` is None where FP8 is switched off."""
+    """What applies to layers that are being built; `config` is None where FP8 is switched off.
+
+    `seen` holds the linear layers of the block, for the log.
+    """
 
     config: LinearConfig | None
     options: dict[str, Any]
+    seen: "weakref.WeakSet[nn.Linear]" = dataclasses.field(default_factory=weakref.WeakSet)
 
 
 _building: ContextVar[_Building | None] = ContextVar("fp8_model_init", default=None)
@@ -99,6 +105,14 @@ def fp8_model_init(
             yield
     finally:
         _building.reset(token)
+    made = [layer for layer in building.seen if isinstance(layer, PrimaryFloat8Linear)]
+    if native:
+        left = len(building.seen) - len(made)
+        _log(
+            len(made),
+            f" {left} {'stay' if left > 1 else 'stays'} in high precision." * bool(left),
+            whole=len(building.seen) > 1,
+        )
 
 
 def convert_linear(
@@ -146,8 +160,22 @@ def convert_linear(
                 made[id(plain)].state.write(plain.detach(), fresh=True)  # pyrefly: ignore[missing-attribute]
             mark_replaced(plain, "convert_linear")
         PrimaryFloat8Linear.adopt(layer, own, options).hold(made[id(plain)])
-    logger.info("FP8: %d linear layers have FP8 primary weights.%s", len(chosen), _told(left))
+    _log(len(chosen), _told(left), whole="" not in chosen)
     return model
+
+
+def _log(count: int, left: str, *, whole: bool) -> None:
+    """Log on rank 0 what was converted, as a warning, because nobody sees logging.INFO.
+
+    Args:
+        count: Number of converted layers.
+        left: A sentence about others.
+        whole: Whether it was a model. A layer that is converted alone is one of many.
+    """
+    # Before the first process group only the launcher knows the rank.
+    rank = dist.get_rank() if dist.is_initialized() else dist.get_node_local_rank(fallback_rank=0)
+    level = logging.WARNING if rank == 0 and whole else logging.INFO
+    logger.log(level, "FP8: %d linear layers have FP8 primary weights.%s", count, left)
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
@@ -165,6 +193,8 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
         return None
     if building is None or building.config is None:
         return None
+    if isinstance(module, nn.Linear):
+        building.seen.add(module)
     # Exactly nn.Linear: `adopt` replaces the class, and what a subclass adds would be lost. A weight that is there
     # already is no longer under construction: somebody gives it other values.
     if type(module) is not nn.Linear or name != "weight" or name in module._parameters:

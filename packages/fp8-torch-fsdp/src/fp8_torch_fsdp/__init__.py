@@ -23,6 +23,7 @@ from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.monitor import Float8Monitor
 from fp8_torch_fsdp.scales.state import DelayedState
 from fp8_torch_fsdp.scales.sync import synchronize_scales
+from fp8_torch_fsdp.step_log import Float8Log
 from fp8_torch_fsdp.tensor_parallel.styles import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -43,6 +44,7 @@ __all__ = [
     "Float8Experts",
     "Float8Linear",
     "Float8LinearConfig",
+    "Float8Log",
     "Float8Monitor",
     "Float8RowwiseParallel",
     "GatheredMatrix",

@@ -11,6 +11,7 @@ from torch import nn
 
 from fp8_common.torch import casts, decoding
 from fp8_common.torch.quantized import Quantized
+from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.scales.slot import Slot
 from fp8_torch_fsdp.scales.sync import syncs_of
@@ -28,15 +29,15 @@ class Float8Monitor(contextlib.AbstractContextManager):
     * `<layer>/<operand>/underflowed`: share of non-zero values that became zero.
     * `<layer>/<operand>/nonfinite`: share of infinities and NaN.
     * `<weight>/wire/scale`, `<weight>/wire/amax`: what the all-gather uses (the largest amax over ranks).
-    * `<weight>/wire/nonfinite`: share of infinities and NaN in this rank's shard.
+    * `<weight>/wire/saturated`, `<weight>/wire/underflowed`, `<weight>/wire/nonfinite`: shares of this rank's shard.
 
-    Operands are "input" and "grad_output". Statistics cover everything since the last `collect()`.
+    Operands are "input", "grad_output" and, where FSDP2 does not gather it, "weight". Statistics cover everything since
+    the last `collect()`. `Float8Log` writes them to a file.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # of each operand since the last collection, on its device: largest of [amax, scale_inv], and sums
-        self._statistics: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._statistics: dict[str, Statistics] = {}  # of each operand since the last collection, on its device
         self._layers = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
         for name, layer in self._layers.items():
             layer.fp8["weight"].watch(functools.partial(self._record, name))
@@ -52,63 +53,106 @@ class Float8Monitor(contextlib.AbstractContextManager):
 
     def collect(self) -> dict[str, float]:
         """Return everything since the last call as plain numbers; one transfer from the device."""
-        numbers: dict[str, torch.Tensor] = {}
-        for prefix, ((amax, scale_inv), (saturated, underflowed, nonfinite, elements)) in self._statistics.items():
-            numbers[f"{prefix}/amax"], numbers[f"{prefix}/scale"] = amax, 1 / scale_inv
-            numbers[f"{prefix}/saturated"] = saturated / elements
-            numbers[f"{prefix}/underflowed"] = underflowed / elements
-            numbers[f"{prefix}/nonfinite"] = nonfinite / elements
-        self._statistics.clear()
+        numbers: dict[str, float] = {}
+        for prefix, counted in self.collect_counts().items():
+            elements = max(counted.pop("elements"), 1)
+            numbers |= {f"{prefix}/{key}": n / elements if key in COUNTS else n for key, n in counted.items()}
+        return numbers
+
+    def collect_counts(self) -> dict[str, dict[str, float]]:
+        """Return what `collect` does by operand, with numbers of elements in place of shares.
+
+        The counts of several ranks can be added: "saturated", "underflowed", "nonfinite" and "elements".
+        """
+        statistics, self._statistics = self._statistics, {}
         # none before the first gather: there is no scale that the ranks agreed on
         for sync in syncs_of(self._model):
             for slot in sync.slots:
-                numbers |= _of_weight(f"{slot.name}/wire", slot)
-        return _as_floats(numbers)
+                statistics[f"{slot.name}/wire"] = _of_slot(slot)
+        keys = [(prefix, key) for prefix, own in statistics.items() for key in own]
+        numbers = _on_host([statistics[prefix][key] for prefix, key in keys])
+        collected: dict[str, dict[str, float]] = {prefix: {} for prefix in statistics}
+        for (prefix, key), number in zip(keys, numbers, strict=True):
+            collected[prefix][key] = number
+        return collected
 
     @torch.no_grad()
     def _record(self, layer: str, name: str, x: torch.Tensor, operand: Quantized) -> None:
         """Add what a layer has cast: `x` and what became of it."""
-        largest, sums = _measure(x, operand)
-        prefix = f"{layer}/{name}".lstrip("/")
+        self._add(layer, name, x, operand)
+        matmul, weight = self._layers[layer].fp8["weight"], self._layers[layer].weight
+        plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight
+        # neither gathered nor distributed
+        if name == "input" and type(plain) in (torch.Tensor, nn.Parameter) and not (matmul.parts or matmul.spec.gather):
+            self._add(layer, "weight", plain.detach(), matmul.weight_operand(plain.detach(), False, False))
+
+    def _add(self, layer: str, name: str, x: torch.Tensor, operand: Quantized) -> None:
+        counted, prefix = _measure(x, operand), f"{layer}/{name}".lstrip("/")
         if prefix in self._statistics:
-            before, sums_before = self._statistics[prefix]
-            largest, sums = torch.maximum(before, largest), sums_before + sums
-        self._statistics[prefix] = largest, sums
+            before = self._statistics[prefix]
+            counted = {key: COMBINE.get(key, torch.add)(before[key], number) for key, number in counted.items()}
+        self._statistics[prefix] = counted
 
 
-def _of_weight(prefix: str, slot: Slot) -> dict[str, torch.Tensor]:
-    """Return what is known of a weight as it travels, scalar tensors."""
-    collected = {f"{prefix}/scale": slot.scale.min()} if slot.scale.numel() else {}
-    if slot.bits.numel():
-        # The bits of floats that are not negative sort like the floats.
-        collected[f"{prefix}/amax"] = slot.bits.max().view(torch.float32)
-    collected[f"{prefix}/nonfinite"] = (~torch.isfinite(slot.part)).sum() / max(slot.part.numel(), 1)
-    return collected
+Statistics = dict[str, torch.Tensor]
+"""Scalar tensors "amax", "scale" (where they are known) and counts of elements."""
+
+COUNTS = ("saturated", "underflowed", "nonfinite")
+"""What is counted, and reported as a share of "elements"."""
+
+COMBINE = {"amax": torch.maximum, "scale": torch.minimum}
+"""How numbers of several casts become one; counts are added."""
 
 
-def _as_floats(numbers: dict[str, torch.Tensor]) -> dict[str, float]:
+def _of_slot(slot: Slot) -> Statistics:
+    """Return scale and amax of a whole weight that is gathered, and counts of this rank's part."""
+    counted, part = {"scale": slot.scale.min()} if slot.scale.numel() else {}, slot.part
+    # The bits of floats that are not negative sort like the floats. Static and MX casts agree on none.
+    counted["amax"] = slot.bits.max().view(torch.float32) if slot.bits.numel() else casts.amax(part)
+    counted["nonfinite"] = (~torch.isfinite(part)).sum()
+    counted["elements"] = torch.full((), part.numel(), device=part.device)
+    if slot.newest is None or not slot.newest.codes or slot.is_mx:
+        return counted
+    # An optimizer may have written to the part since it was cast: its codes and its amax then are left, not its values.
+    grid, (codes,) = slot.cast.grid, slot.newest.codes
+    fmt = grid.cast.fp8_format
+    values = decoding.values(codes.view(casts.torch_dtype(fmt)), fmt)
+    seen = slot.own_bits.to(codes.device).view(torch.float32)
+    scale = slot.newest.scale.to(codes.device)
+    amax = counted["amax"] if slot.is_static else seen.view(scale.shape)
+    over = grid.of_part((amax * scale > _above(fmt.max)).float(), codes.shape, slot.region)
+    counted["saturated"] = ((values.abs() == fmt.max) & (over > 0)).sum()
+    zeros = (values == 0).sum() - (codes.numel() - part.numel()) - (part == 0).sum()
+    counted["underflowed"] = zeros.clamp(min=0) * (amax.max() > 0)
+    return counted
+
+
+def _on_host(numbers: list[torch.Tensor]) -> list[float]:
     """Return scalar tensors as numbers: one wait for the device instead of one for each number."""
     if not numbers:
-        return {}
+        return []
     # Under CPU offload weights are on the CPU, and what layers saw is on the GPU.
-    devices = [n.device for n in numbers.values()]
-    common = next((device for device in devices if device.type != "cpu"), devices[0])
-    together = torch.stack([n.float().to(common) for n in numbers.values()])
-    return dict(zip(numbers, together.tolist(), strict=True))
+    common = next((n.device for n in numbers if n.device.type != "cpu"), numbers[0].device)
+    return torch.stack([n.float().to(common) for n in numbers]).tolist()
 
 
-def _measure(x: torch.Tensor, operand: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float32 [amax, scale_inv] and float64 counts [saturated, underflowed, nonfinite, elements] of `x`."""
+def _above(limit: float | torch.Tensor) -> float | torch.Tensor:
+    """Return what exceeds a limit: one part in 2^20 is the rounding of scale and limit, not saturation."""
+    return limit * (1 + 2.0**-20)
+
+
+def _measure(x: torch.Tensor, operand: Quantized) -> Statistics:
+    """Return amax, scale and counts of `x`, which was cast to `operand`."""
     finite = torch.isfinite(x)
     # the largest magnitude that this scale brings into the range of the format
     limit = operand.fmt.max * operand.wide_scale_inv
     became = decoding.values(operand.codes, operand.fmt)
     scale_inv = operand.scale_inv.max() if operand.scale_inv.numel() else operand.scale_inv.new_ones(())
-    counts = (
-        # one part in 2^20 above the limit is the rounding of scale and limit, not saturation
-        (finite & (x.abs() > limit * (1 + 2.0**-20))).sum(),
-        ((became == 0) & (x != 0)).sum(),
-        (~finite).sum(),
-        torch.full((), max(x.numel(), 1), device=x.device),
-    )
-    return torch.stack([casts.amax(x), scale_inv]), torch.stack(counts).double()
+    return {
+        "amax": casts.amax(x),
+        "scale": 1 / scale_inv,
+        "saturated": (finite & (x.abs() > _above(limit))).sum().double(),
+        "underflowed": ((became == 0) & (x != 0)).sum().double(),
+        "nonfinite": (~finite).sum().double(),
+        "elements": torch.full((), x.numel(), device=x.device).double(),
+    }

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 __all__ = [
     "CHECKPOINT_PREFIX",
     "DISTRIBUTED",
+    "ROWS_INTO_ALL_DTYPES",
     "FakeTensor",
     "OpOverload",
     "Scaling",
@@ -66,6 +67,12 @@ SCALING_BY_NAME = TorchVersion(torch.__version__) >= "2.15"
 """Whether compilers and CPUs know `torch.nn.functional.scaled_mm` and `scaled_grouped_mm`.
 
 Before, the operators that they supersede take the same layouts.
+"""
+ROWS_INTO_ALL_DTYPES = TorchVersion(torch.__version__) >= "2.15"
+"""Whether matmuls with scales of rows by CUTLASS write float32 and float16.
+
+Before, they refuse float32, and without a bias write the bits of bfloat16 where float16 was asked for:
+pytorch#187569.
 """
 
 CHECKPOINT_PREFIX: str = _CHECKPOINT_PREFIX

@@ -113,17 +113,26 @@ class WeightMatmul:
             input_scale=scales.get("input"),
             grad_scale=scales.get("grad_output"),
         )
+        self._unwatched = self.spec
 
     def __deepcopy__(self, memo: dict) -> "WeightMatmul":
         """Copy with the scales of the copied module; a monitor stays with the first."""
         scales = {name: copy.deepcopy(scale, memo) for name, scale in self.scales.items()}
         twin = WeightMatmul(self.config, self.layout, scales, self.spec.name)
-        twin.parts, twin.spec = self.parts, dataclasses.replace(twin.spec, gather=self.spec.gather)
+        twin.parts, twin._unwatched = self.parts, dataclasses.replace(twin.spec, gather=self.spec.gather)
+        twin.watch(None)
         return twin
 
     def watch(self, watcher: Callable[[str, torch.Tensor, Quantized], None] | None) -> None:
         """Call `watcher` with operand name, matrix and its FP8 form, as a `Float8Monitor` wants; None ends it."""
-        self.spec = dataclasses.replace(self.spec, watch=watcher)
+        # Without a watcher it is the object of before, for which compiled code was made.
+        self.spec = self._unwatched if watcher is None else dataclasses.replace(self._unwatched, watch=watcher)
+
+    def distribute(self, distribution: "Distribution") -> None:
+        """Gather whole weights as `distribution` does."""
+        self.parts = distribution.parts
+        self._unwatched = dataclasses.replace(self._unwatched, gather=distribution.gather)
+        self.watch(self.spec.watch)
 
     def weight_operand(self, weight: torch.Tensor, record: bool, both: bool) -> Quantized:
         """Return the weight as an operand [..., out_features, in_features]: as gathered, or cast now.
@@ -223,8 +232,7 @@ class Float8Module(nn.Module):
         """Let the module exchange with other ranks what `distribution` says."""
         self.distribution = distribution
         for matmul in self.fp8.values():
-            matmul.parts = distribution.parts
-            matmul.spec = dataclasses.replace(matmul.spec, gather=distribution.gather)
+            matmul.distribute(distribution)
 
     def extra_repr(self) -> str:
         """Show how the weights are cast."""

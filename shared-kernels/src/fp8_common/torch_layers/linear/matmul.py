@@ -17,11 +17,17 @@ import torch.nn.functional as F
 
 from fp8_common._machine import parse_version
 from fp8_common.errors import Fp8Error, Fp8UnsupportedError
-from fp8_common.hardware import multiplies_blocks, multiplies_mx
+from fp8_common.hardware import RowsLibrary, multiplies_blocks, multiplies_mx, multiplies_rows
 from fp8_common.torch import casts, decoding
 from fp8_common.torch._operators import operator
 from fp8_common.torch.blocks import split_blocks
-from fp8_common.torch.compat import Scaling, assume_constant_result, multiplies_bfloat16, scaled_mm
+from fp8_common.torch.compat import (
+    ROWS_INTO_ALL_DTYPES,
+    Scaling,
+    assume_constant_result,
+    multiplies_bfloat16,
+    scaled_mm,
+)
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear.operand import BLOCK_1X128
 from fp8_common.torch_layers.linear.segments import transposed_rows
@@ -42,7 +48,6 @@ _MULTIPLE_OF_PAIR = {
 """By the blocks of both operands that some device multiplies: what must divide the contracted dimension."""
 _FIRST_WITH_FP8 = (8, 9)
 """The first compute capability with FP8 tensor cores."""
-_HOPPER = (9, 0)
 
 
 class MatmulOptions(NamedTuple):
@@ -56,6 +61,7 @@ class MatmulOptions(NamedTuple):
             sizes are an error there.
         pad_outer: The same of the rows of the second operand.
         decoded: The dtype that emulated codes are decoded to, as `decoded_dtype` returns it; None asks anew.
+        rows: What multiplies with scales of rows, as `rows_library` returns it; None asks anew.
     """
 
     out_dtype: torch.dtype
@@ -64,6 +70,7 @@ class MatmulOptions(NamedTuple):
     pad_inner: bool = False
     pad_outer: bool = False
     decoded: torch.dtype | None = None
+    rows: RowsLibrary | None = None
 
 
 def should_emulate(device: torch.device, emulate: Literal["auto"] | bool) -> bool:
@@ -98,9 +105,9 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 
 @assume_constant_result
-def multiplies_rows_into_float32(device: torch.device) -> bool:
-    """Return whether `device` writes float32 where scales are those of rows: CUTLASS, which others take, does not."""
-    return device_capability(device) == _HOPPER
+def rows_library(device: torch.device) -> RowsLibrary:
+    """Return what multiplies with scales of rows on `device`; "" where torch has nothing for it."""
+    return multiplies_rows(device_capability(device), parse_version(torch.version.cuda))
 
 
 # Cached, so that it warns once for each device. Apart from the marked function, because the mark needs a plain one.
@@ -141,7 +148,12 @@ def matmul(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
         return (_matmul_blocks if native else _matmul_dequantized)(a, b, options.out_dtype)
     if options.emulate:
         return _matmul_decoded(a, b, options)
-    return _matmul_scaled(a, b, options)
+    rows = rows_library(a.codes.device) if options.rows is None else options.rows
+    # the second operand of CUTLASS is E4M3
+    takes = rows == "cublas" or (rows == "cutlass" and b.fmt.name == "e4m3")
+    if (a.scale_inv.ndim or b.scale_inv.ndim) and not takes and _on_cuda(a.codes):
+        return _matmul_decoded(a, b, options)
+    return _matmul_scaled(a, b, options, rows)
 
 
 def _matmul_decoded(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
@@ -196,7 +208,7 @@ def _dequantized(operand: Quantized) -> torch.Tensor:
     return decoded
 
 
-def _matmul_scaled(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
+def _matmul_scaled(a: Quantized, b: Quantized, options: MatmulOptions, rows: RowsLibrary) -> torch.Tensor:
     a_codes = a.codes if a.codes.is_contiguous() else row_major(a.codes)
     b_codes = b.codes if b.codes.is_contiguous() else row_major(b.codes)
     a_inv, b_inv = a.scale_inv, _as_row(b.scale_inv)
@@ -208,12 +220,7 @@ def _matmul_scaled(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.
     if _on_cuda(a_codes):
         a_codes, b_codes, b_inv = _aligned(a_codes, b_codes, b_inv, options)
     made_in = options.out_dtype
-    if (
-        a_inv.ndim
-        and made_in == torch.float32
-        and _on_cuda(a_codes)
-        and not multiplies_rows_into_float32(a_codes.device)
-    ):
+    if a_inv.ndim and rows == "cutlass" and not ROWS_INTO_ALL_DTYPES:
         made_in = torch.bfloat16
     # It wants the second operand column-major, which the transpose of a contiguous [N, K] is.
     scaling: Scaling = "RowWise" if a_inv.ndim else "TensorWise"

@@ -8,7 +8,7 @@ import torch
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch.kept import KeptCast, kept_cast
 from fp8_common.torch_layers.linear.config import LinearConfig
-from fp8_common.torch_layers.linear.matmul import MatmulOptions, decoded_dtype, should_emulate
+from fp8_common.torch_layers.linear.matmul import MatmulOptions, decoded_dtype, rows_library, should_emulate
 
 Value = TypeVar("Value")
 
@@ -101,4 +101,5 @@ def options(
         pad_inner=config.pad_inner_dim or product == "grad_weight",
         pad_outer=config.pad_inner_dim,
         decoded=decoded_dtype(device, out_dtype),
+        rows=rows_library(device),
     )

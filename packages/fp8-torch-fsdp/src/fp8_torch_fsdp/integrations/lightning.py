@@ -1,0 +1,50 @@
+"""`Float8Callback`: `Float8Log` as a callback of Lightning's `Trainer`."""
+
+import os
+from typing import Any
+
+from fp8_common import Fp8UnsupportedError
+from fp8_common.monitoring.log import Scalars
+from fp8_torch_fsdp.step_log import Float8Log
+
+try:
+    from lightning.pytorch import Callback
+except ImportError as error:
+    raise Fp8UnsupportedError(
+        f"fp8_torch_fsdp.integrations.lightning needs Lightning ({error}). Install it, or call "
+        "fp8_torch_fsdp.Float8Log in your loop."
+    ) from error
+
+
+class Float8Callback(Callback):
+    """Logs statistics of FP8 layers: `Trainer(callbacks=[Float8Callback()])`. See `Float8Log`.
+
+    Args:
+        path: The file or the folder; `default_root_dir` of the Trainer by default.
+        every: How many optimizer steps apart.
+        scalars: Called on the first rank with all numbers by name and the step, as `wandb.log` is.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, *, every: int = 100, scalars: Scalars | None = None
+    ) -> None:
+        self._path, self._every, self._scalars = path, every, scalars
+        self._log: Float8Log | None = None
+        self._steps = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin with the model as the strategy has sharded it."""
+        path = trainer.default_root_dir if self._path is None else self._path
+        self._steps = trainer.global_step
+        self._log = Float8Log(pl_module, path, every=self._every, scalars=self._scalars, step=self._steps)
+
+    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+        """Log a measured step, once its last micro-batch is done."""
+        if self._log is not None and trainer.global_step != self._steps:
+            self._steps = trainer.global_step
+            self._log.step(self._steps)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Stop."""
+        if self._log is not None:
+            self._log.close()

@@ -1,0 +1,75 @@
+"""`TensorStatistics`, `judge`: numbers of one FP8 tensor in one step, and whether they need attention.
+
+The limits compare the error that clamping or flushing to zero adds with the error of rounding to E4M3 itself, for
+values of a normal distribution: "look" where it adds as much mean squared error as the rounding, "act" where it adds
+ten times as much. Underflow is "act" where most values are lost: flat tails of activation functions make many tiny
+values, whose loss costs nothing.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+Level = Literal["ok", "look", "act"]
+LEVELS: tuple[Level, ...] = ("ok", "look", "act")
+"""From harmless to urgent."""
+
+SATURATED = 0.0044, 0.03
+"""Shares of clamped values from which a tensor is "look" and "act"."""
+UNDERFLOWED = 0.037, 0.5
+"""Shares of non-zero values that became zero."""
+OVER_RANGE = 1.7, 2.3
+"""Largest amax / largest magnitude that the scale represents, where no share was counted; for 10^6 values."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TensorStatistics:
+    """Numbers of one FP8 tensor in one step; None where a framework does not know them.
+
+    Attributes:
+        amax: Largest absolute value; NaN or infinity if there was one.
+        scale: The (smallest) scale that multiplied the values into FP8.
+        saturated: Share of values that were clamped to the largest FP8 value.
+        underflowed: Share of non-zero values that became zero.
+        nonfinite: Share of infinities and NaN.
+        over_range: amax / largest magnitude that the scale represents.
+        notice: What else deserves a look; empty if nothing does.
+        fault: What is certainly wrong; empty if nothing is.
+    """
+
+    amax: float | None = None
+    scale: float | None = None
+    saturated: float | None = None
+    underflowed: float | None = None
+    nonfinite: float | None = None
+    over_range: float | None = None
+    notice: str = ""
+    fault: str = ""
+
+
+def judge(tensor: TensorStatistics) -> tuple[Level, str]:
+    """Return the level of a tensor and the reason, empty for "ok"."""
+    if tensor.fault:
+        return "act", tensor.fault
+    if tensor.nonfinite:
+        return "act", f"{percent(tensor.nonfinite)} not finite"
+    if tensor.amax is not None and not math.isfinite(tensor.amax):
+        return "act", f"amax is {tensor.amax}"
+    saturated, underflowed, over_range = tensor.saturated, tensor.underflowed, tensor.over_range
+    found: list[tuple[Level, str]] = [("look", tensor.notice) if tensor.notice else ("ok", "")]
+    if saturated is not None:
+        found.append((_level(saturated, SATURATED), f"saturated {percent(saturated)}"))
+    elif over_range is not None:
+        found.append((_level(over_range, OVER_RANGE), f"amax {over_range:.1f} times the range of its scale"))
+    if underflowed is not None:
+        found.append((_level(underflowed, UNDERFLOWED), f"underflowed {percent(underflowed)}"))
+    return max(found, key=lambda judged: LEVELS.index(judged[0]))  # the first of several
+
+
+def _level(value: float, limits: tuple[float, float]) -> Level:
+    return LEVELS[sum(value >= limit for limit in limits)]
+
+
+def percent(share: float) -> str:
+    """Return a share in per cent with two significant digits."""
+    return f"{float(f'{100 * share:.2g}'):g} %"
