@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error
 from fp8_torch_fsdp.expert_parallel.exchange import (
@@ -109,7 +110,7 @@ def dispatch_tokens(
     config = _config_of(experts)
     process_group = group.get_group() if isinstance(group, DeviceMesh) else group
     weight = experts._parameters[experts.fp8_layout.weights[0]]
-    total = weight.shape[0] * process_group.size()
+    total = weight.shape[0] * (1 if _is_cut_over(weight, process_group) else process_group.size())
     header, counts, ids = _checked(x, chosen, total, weight.device)
     route = plan_route(counts, header, process_group)
     if torch.is_autocast_enabled(x.device.type):
@@ -118,6 +119,17 @@ def dispatch_tokens(
     rows = ToExperts.apply(x, order, route, config.input)
     offsets = route.counts.cumsum(0, dtype=torch.int32)
     return DispatchedTokens(rows, offsets, route.counts, order, chosen.shape[1], route, config.grad_output)
+
+
+def _is_cut_over(weight: Any, group: dist.ProcessGroup) -> bool:
+    """Return whether the stack of all ranks' experts is one tensor, distributed over the group."""
+    if not isinstance(weight, DTensor):
+        return False
+    ranks, mesh = dist.get_process_group_ranks(group), weight.device_mesh
+    return any(
+        placement.is_shard() and dist.get_process_group_ranks(mesh.get_group(dim)) == ranks
+        for dim, placement in enumerate(weight.placements)
+    )
 
 
 def _config_of(experts: Any) -> Any:

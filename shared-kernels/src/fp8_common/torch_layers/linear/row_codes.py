@@ -4,9 +4,10 @@ A message is uint8 [rows, bytes]: the codes of a row, the float32 scale back fro
 16, so that every row begins where memory is read in one piece. What arrives is a `GatheredWeight` of the rows.
 """
 
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from fp8_common.formats import FORMATS
 from fp8_common.recipe import CastRecipe
@@ -60,6 +61,28 @@ def unpack_rows(
 def has_row_codes(x: torch.Tensor) -> TypeGuard[GatheredWeight]:
     """Return whether a tensor is codes with a scale of each row, and not with one scale or those of blocks."""
     return isinstance(x, GatheredWeight) and x.block is None and x.scale_inv.ndim == 2
+
+
+def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return x[index] of a matrix; of codes with a scale of each row, codes."""
+    return _TakeRows.apply(x, index) if has_row_codes(x) else x[index]
+
+
+class _TakeRows(torch.autograd.Function):
+    """Rows of codes; the gradient is that of rows of values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: GatheredWeight, index: torch.Tensor) -> GatheredWeight:
+        ctx.rows = len(x)
+        ctx.save_for_backward(index)
+        codes = x.codes.view(torch.uint8).index_select(0, index).view(x.codes.dtype)
+        return GatheredWeight(codes, x.scale_inv.index_select(0, index), x.fmt, x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros((ctx.rows, *grad.shape[1:])).index_put_((index,), grad, accumulate=True), None
 
 
 def decoded_rows(x: GatheredWeight) -> torch.Tensor:
