@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import fp8_torch_fsdp as f8
 from fp8_common import POWER_OF_2, RECIPES, CastRecipe, Fp8Error, Recipe
 from fp8_common.torch import dequantize, quantize_rowwise
+from fp8_common.torch_layers.linear.row_codes import RowCodes
 from tests.helpers.collectives import CollectiveCounter
 from tests.helpers.fsdp_models import STATIC, Experts, converted, mesh_of
 from tests.helpers.ranks import on_ranks
@@ -88,7 +89,7 @@ def in_high_precision(x, chosen, experts, *, rows=False, grads=False):
 
 def in_codes(x, chosen, experts, group=None):
     tokens = f8.dispatch_tokens(x, chosen, experts, group or dist.group.WORLD)
-    assert isinstance(tokens.rows, f8.GatheredWeight)
+    assert isinstance(tokens.rows, RowCodes)
     return tokens.combine(experts(tokens.rows, tokens.offsets))
 
 
@@ -217,6 +218,16 @@ def test_autocast_and_recomputation_change_nothing(rank):
     assert unlike(run(recomputed, experts, x, chosen, dy), wanted) == []
 
 
+@on_ranks(2)
+def test_compiled_layers_between_take_codes(rank):
+    """The dispatch breaks the graph; what experts compute is traced, with rows of codes as its input."""
+    x, chosen, dy = inputs(rank, 2)
+    experts = layer(rank)
+    wanted = run(in_codes, experts, x, chosen, dy)
+    compiled = torch.compile(in_codes, backend="aot_eager", dynamic=True)
+    assert unlike(run(compiled, experts, x, chosen, dy), wanted) == []
+
+
 @on_ranks(4)
 def test_fsdp2_shards_experts_over_the_other_dimension_of_the_mesh(rank):
     """Ranks 0 and 2 hold the same experts, as 1 and 3 do; rank 1 has no tokens."""
@@ -343,7 +354,12 @@ def test_gradients_as_codes_are_values_to_what_is_behind_the_experts(rank):
     """Whatever the experts end with gets the gradient before the experts do."""
     x, chosen, dy = inputs(rank, 2)
     dense = converted(nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False).bfloat16()]), "rowwise")[0]
-    endings = {"a product": lambda y: y * 0.5, "a layer": dense, "a view": lambda y: y.view(-1, WIDTH)}
+    endings = {
+        "a product": lambda y: y * 0.5,
+        "a layer": dense,
+        "a view": lambda y: y.view(-1, WIDTH),
+        "a sum": lambda y: y[:, None].sum(1),
+    }
     for name, ending in endings.items():
         experts = layer(rank)
 

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error
+from fp8_common.torch.compat import disable_compiler
 from fp8_torch_fsdp.expert_parallel.exchange import (
     DTYPES,
     FromExperts,
@@ -26,7 +27,7 @@ class DispatchedTokens:
     """Tokens that have arrived at the experts of this rank.
 
     Attributes:
-        rows: [rows, features], sorted by expert: a `GatheredWeight` of codes and the scale of each row.
+        rows: [rows, features], sorted by expert: `RowCodes`, FP8 codes with the scale of each row.
         offsets: int32 [local experts]: where the rows of each expert end.
         counts: int64 [local experts]: how many rows each expert has.
         order: int64 [tokens * k]: the (token, slot) pairs of this rank, sorted by expert.
@@ -43,7 +44,7 @@ class DispatchedTokens:
     route: Route
     grad_cast: CastRecipe
 
-    @torch.compiler.disable
+    @disable_compiler
     def combine(self, y: torch.Tensor) -> torch.Tensor:
         """Return what the experts made of each token of this rank.
 
@@ -61,7 +62,7 @@ class DispatchedTokens:
         routed = self.combine_sorted(y)
         return routed.index_select(0, inverse(self.order)).view(-1, self.slots, y.shape[1])
 
-    @torch.compiler.disable
+    @disable_compiler
     def combine_sorted(self, y: torch.Tensor) -> torch.Tensor:
         """Return `combine` as [tokens * k, out_features] in the order of `order`, for dispatchers that weight there."""
         if y.ndim != 2 or len(y) != len(self.rows):
@@ -69,7 +70,7 @@ class DispatchedTokens:
         return FromExperts.apply(y, self.route, self.grad_cast)
 
 
-@torch.compiler.disable
+@disable_compiler
 def dispatch_tokens(
     x: torch.Tensor, chosen: torch.Tensor, experts: Any, group: dist.ProcessGroup | DeviceMesh
 ) -> DispatchedTokens:

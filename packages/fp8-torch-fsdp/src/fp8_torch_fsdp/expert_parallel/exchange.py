@@ -110,7 +110,7 @@ class ToExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, route: Route, cast: CastRecipe) -> torch.Tensor:
-        """Return a `GatheredWeight` of the rows by expert.
+        """Return the rows by expert, `RowCodes`.
 
         Args:
             ctx: Of autograd.
@@ -147,6 +147,6 @@ class FromExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of the rows by expert, a `GatheredWeight`."""
+        """Return the gradient of the rows by expert, `RowCodes`."""
         message = ctx.route.exchange(pack_rows(grad.contiguous(), ctx.cast), forth=True)
         return unpack_rows(message, grad.shape[1], ctx.cast, grad.dtype, ctx.route.order), None, None

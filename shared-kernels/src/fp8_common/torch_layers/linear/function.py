@@ -22,7 +22,7 @@ from fp8_common.torch_layers.linear.grouped import RowGroups
 from fp8_common.torch_layers.linear.matmul import MatmulOptions
 from fp8_common.torch_layers.linear.operand import quantize_operand
 from fp8_common.torch_layers.linear.plan import Decided, LinearPlan, decide
-from fp8_common.torch_layers.linear.row_codes import decoded_rows, has_row_codes
+from fp8_common.torch_layers.linear.row_codes import RowCodes, decoded_rows
 from fp8_common.torch_layers.linear.rows import ROWS, Rows
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight
 
@@ -91,7 +91,7 @@ def fp8_linear(
 
     Args:
         x: [..., in_features], float32, bfloat16 or float16; under autocast it is converted first. Rows in groups may be
-            a `GatheredWeight` of codes with a scale of each row, which are multiplied as they are.
+            `RowCodes`, which are multiplied as they are.
         weight: [out_features, in_features], in any state that `spec.weight` takes, or a part that `spec.gather`
             gathers.
         spec: The layer.
@@ -111,7 +111,7 @@ def fp8_linear(
         Fp8UnsupportedError: `torch.func` transforms the layer, or `emulate` is False and the device has no FP8.
     """
     _check(x, weight, spec, offsets)
-    if offsets is None and has_row_codes(x):
+    if offsets is None and isinstance(x, RowCodes):
         x = x.clone()  # the values: rows that travelled as codes are multiplied as codes by experts alone
     # there is no autocast for the meta device, and asking for it is an error
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
@@ -228,7 +228,7 @@ class _Linear(torch.autograd.Function):
             _check_codes(ctx, int(mark))
         weight = None if weight is None else Quantized(weight, weight_inv, *ctx.kept)
         saved = saved if saved_inv is None else Quantized(saved, saved_inv, *ctx.saved)
-        if has_row_codes(grad):  # decoded once for both casts: one folds scales of the weight, one is of columns
+        if isinstance(grad, RowCodes):  # decoded once for both casts: one folds scales of the weight, one is of columns
             grad = decoded_rows(grad)
         matrix = grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1])
         rows = ROWS if offsets is None else RowGroups(offsets, matrix.shape[0])

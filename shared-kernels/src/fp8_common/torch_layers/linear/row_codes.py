@@ -1,10 +1,10 @@
 """Rows of activations that travel between ranks as FP8 codes, each row with its scale, as one message of bytes.
 
 A message is uint8 [rows, bytes]: the codes of a row, the float32 scale back from FP8, and spare bytes to a multiple of
-16, so that every row begins where memory is read in one piece. What arrives is a `GatheredWeight` of the rows.
+16, so that every row begins where memory is read in one piece. What arrives are `RowCodes`.
 """
 
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -19,6 +19,26 @@ from fp8_common.torch_layers.sharding.gathered import GatheredWeight
 ALIGNMENT = 16
 """What divides the bytes of a row in a message."""
 SCALE_BYTES = 4
+
+
+class RowCodes(GatheredWeight):
+    """Rows of an activation, or of its gradient, as FP8 codes with the scale of each row.
+
+    Experts in FP8 multiply the codes; any other operator gets the values.
+    """
+
+    is_weight = False
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: tuple, outer_size: Any, outer_stride: Any
+    ) -> "RowCodes":
+        """Rebuild from `__tensor_flatten__`."""
+        return RowCodes(inner["codes"], inner["scale_inv"], *context)
+
+    def __coerce_same_metadata_as_tangent__(self, metadata: Any, expected: Any = None) -> torch.Tensor:
+        """Return the values to compiled backwards, which expect gradients of values."""
+        return self.dequantize()
 
 
 def row_bytes(columns: int) -> int:
@@ -42,7 +62,7 @@ def pack_rows(x: torch.Tensor, cast: CastRecipe) -> torch.Tensor:
 
 def unpack_rows(
     message: torch.Tensor, columns: int, cast: CastRecipe, dtype: torch.dtype, order: torch.Tensor
-) -> GatheredWeight:
+) -> RowCodes:
     """Return the rows of a message in another order, as codes.
 
     Args:
@@ -55,28 +75,23 @@ def unpack_rows(
     fmt = cast.fp8_format
     codes = message[:, :columns].index_select(0, order).view(torch_dtype(fmt))
     scale_inv = message[:, columns : columns + SCALE_BYTES].index_select(0, order).view(torch.float32)
-    return GatheredWeight(codes, scale_inv, fmt.name, dtype)
-
-
-def has_row_codes(x: torch.Tensor) -> TypeGuard[GatheredWeight]:
-    """Return whether a tensor is codes with a scale of each row, and not with one scale or those of blocks."""
-    return isinstance(x, GatheredWeight) and x.block is None and x.scale_inv.ndim == 2
+    return RowCodes(codes, scale_inv, fmt.name, dtype)
 
 
 def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return x[index] of a matrix; of codes with a scale of each row, codes."""
-    return _TakeRows.apply(x, index) if has_row_codes(x) else x[index]
+    """Return x[index] of a matrix; of rows in codes, codes."""
+    return _TakeRows.apply(x, index) if isinstance(x, RowCodes) else x[index]
 
 
 class _TakeRows(torch.autograd.Function):
     """Rows of codes; the gradient is that of rows of values."""
 
     @staticmethod
-    def forward(ctx: Any, x: GatheredWeight, index: torch.Tensor) -> GatheredWeight:
+    def forward(ctx: Any, x: RowCodes, index: torch.Tensor) -> RowCodes:
         ctx.rows = len(x)
         ctx.save_for_backward(index)
         codes = x.codes.view(torch.uint8).index_select(0, index).view(x.codes.dtype)
-        return GatheredWeight(codes, x.scale_inv.index_select(0, index), x.fmt, x.dtype)
+        return RowCodes(codes, x.scale_inv.index_select(0, index), x.fmt, x.dtype)
 
     @staticmethod
     @once_differentiable
