@@ -70,7 +70,7 @@ def dispatch_in_codes(model: nn.Module) -> nn.Module:
     """
     found = False
     for name, module in model.named_modules():
-        dispatcher = getattr(module, "token_dispatcher", None)
+        dispatcher: Any = getattr(module, "token_dispatcher", None)
         if getattr(type(dispatcher).__dict__.get("dispatch"), "__qualname__", "") != ALL_TO_ALL:
             continue
         experts = next((one for one in module.modules() if isinstance(one, Float8Experts)), None)

@@ -4,7 +4,7 @@ FP8 layers read its codes; any other operator gets the dequantized values, so th
 """
 
 import warnings
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -79,14 +79,14 @@ class GatheredWeight(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls: type,
+        cls,
         codes: torch.Tensor,
         scale_inv: torch.Tensor,
         fmt: str,
         dtype: torch.dtype,
         block: tuple[int, int] | None = None,
         origin: "Origin | None" = None,
-    ) -> "GatheredWeight":
+    ) -> Self:
         """Wrap codes and scales without copying them."""
         self = wrapper_of(cls, codes, dtype=dtype)
         self.codes, self.scale_inv, self.fmt, self.block, self.origin = codes, scale_inv, fmt, block, origin
