@@ -79,7 +79,7 @@ class GatheredWeight(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls,
+        cls: type[Self],
         codes: torch.Tensor,
         scale_inv: torch.Tensor,
         fmt: str,
