@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 REASON = "torchtitan (with Triton, which it imports) is not installed: `nox -s ecosystem` installs both"
@@ -21,6 +22,7 @@ from torchtitan.models.llama3 import model_registry
 import fp8_torch_fsdp as f8
 from fp8_torch_fsdp.integrations.torchtitan import Float8Converter
 from tests.ecosystem.small import train
+from tests.helpers.collectives import CollectiveCounter
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
@@ -97,6 +99,66 @@ def test_torchtitans_tensor_parallelism_trains_like_one_process(run_ranks, recip
         assert kinds == {"Colwise", "Rowwise"}
         assert split == pytest.approx(plain, rel=2e-2)
         assert split[-1] < split[0]
+
+
+def dispatched(rank, world_size, degrees):
+    """Train torchtitan's experts on other ranks, with its own all-to-all and with one of codes; count bytes."""
+    from torchtitan.distributed import ParallelDims, parallel_dims
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+    from torchtitan.models.common.moe_sharding import expert_param_placement_sparse
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+    from torchtitan.protocols.sharding import ShardingConfig
+
+    parallel_dims.device_type = "cpu"  # torchtitan looks for an accelerator
+    set_spmd_backend("partial_dtensor")
+    rest = {"dp_replicate": 1, "cp": 1, "pp": 1, "tp": 1, "world_size": world_size}
+    dims = ParallelDims(**rest, **degrees, spmd_backend="partial_dtensor")
+    dims.build_mesh()
+    names = ("w1_EFD", "w2_EDF", "w3_EFD")
+    placement = ShardingConfig(state_shardings={name: expert_param_placement_sparse() for name in names})
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(1, 24, 512, generator=generator).bfloat16()
+    scores = torch.rand(1, 24, 2, generator=generator)
+    chosen = torch.rand(1, 24, 4, generator=generator).topk(2).indices
+    counts, found = torch.bincount(chosen.flatten(), minlength=4), []
+    for in_codes in (True, False):
+        config = RoutedExperts.Config(
+            inner_experts=GroupedExperts.Config(dim=512, hidden_dim=48, num_experts=4),
+            token_dispatcher=AllToAllTokenDispatcher.Config(num_experts=4, top_k=2),
+        )
+        config.inner_experts.sharding_config = placement
+        options = {"recipe": "rowwise", "dispatch_in_codes": in_codes, "filter_fqns": []}
+        model = Float8Converter.Config(**options).build().convert(config).build().bfloat16()
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(torch.randn(weight.shape) / 8)
+        model.parallelize(dims)
+        if degrees["dp_shard"] > degrees["ep"]:
+            fully_shard(model.inner_experts, mesh=dims.get_mesh("efsdp"))
+        own = x.clone().requires_grad_()
+        with CollectiveCounter() as counter:
+            y = model(own, scores, chosen, counts)
+            y.sum().backward()
+        sent = [one for one in counter.seen if "alltoall" in one.kind or "all_to_all" in one.kind]
+        sizes = torch.tensor([one.nbytes for one in sent if one.elements > 100])
+        torch.distributed.all_reduce(sizes)
+        grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        found.append({"y": y.detach(), "dx": own.grad, **grads, "sent": sizes})
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("degrees", [{"dp_shard": 2, "ep": 2}, {"dp_shard": 4, "ep": 2}], ids=str)
+def test_torchtitans_dispatcher_sends_codes(run_ranks, degrees):
+    for codes, plain in run_ranks(degrees["dp_shard"], dispatched, degrees):
+        assert torch.equal(codes["y"], plain["y"])
+        assert codes.keys() == plain.keys()
+        assert all((codes[n] - plain[n]).norm() <= 1e-3 * plain[n].norm() for n in codes if n != "sent")
+        assert len(codes["sent"]) == 4
+        assert (codes["sent"][::2] <= 0.52 * plain["sent"][::2]).all()
+        assert codes["sent"].sum() <= 0.76 * plain["sent"].sum()
 
 
 @pytest.mark.distributed

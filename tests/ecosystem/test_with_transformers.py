@@ -14,6 +14,7 @@ import fp8_te_init as fti
 import fp8_torch_fsdp as f8
 from benchmarks._architectures import MIXTURES, report, small
 from tests.ecosystem.small import llama, loaded, train
+from tests.helpers.collectives import CollectiveCounter
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
 
@@ -135,6 +136,56 @@ def test_a_tp_plan_keeps_its_placements_and_trains_like_one_process(run_ranks, t
     for losses, alone in run_ranks(2, distributed, str(tmp_path), recipe, timeout=800):
         assert losses == pytest.approx(alone, rel=2e-2)
         assert losses[-1] < losses[0]
+
+
+# ---------------------------------------------------------------- expert parallelism of `from_pretrained`
+
+
+def expert_parallel(rank, world_size, folder):
+    """Return losses and bytes of all-to-alls under Transformers' own implementation, and under ours."""
+    from transformers.distributed import DistributedConfig
+
+    from fp8_torch_fsdp.integrations.transformers_experts import register_fp8_dispatch
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    register_fp8_dispatch()
+    tokens = torch.randint(64, (2, 40), generator=torch.Generator().manual_seed(rank))
+    found = []
+    for name in ("all_to_all", "fp8"):
+        config = DistributedConfig(ep_size=2, fsdp_size=world_size, ep_implementation=name)
+        model = transformers.Qwen3MoeForCausalLM.from_pretrained(folder, distributed_config=config, dtype="bfloat16")
+        with CollectiveCounter() as counter:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        grads = [p.grad.full_tensor() for name, p in model.named_parameters() if "experts" in name]
+        model.zero_grad()
+        sent = [one for one in counter.seen if "alltoall" in one.kind or "all_to_all" in one.kind]
+        sizes = torch.tensor([one.nbytes for one in sent if one.elements > 1000])
+        torch.distributed.all_reduce(sizes)
+        experts = sum(isinstance(module, f8.Float8Experts) for module in model.modules())
+        losses = train(model.train(), lambda model: model(input_ids=tokens, labels=tokens).loss, steps=4)
+        found.append((losses, sizes, experts, grads))
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_ep_plan_sends_codes_to_fp8_experts(run_ranks, tmp_path, world_size):
+    pytest.importorskip("transformers.distributed.expert_parallel", reason="Transformers has no implementations")
+    sizes = {"vocab_size": 64, "hidden_size": 512, "intermediate_size": 64, "moe_intermediate_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 1}
+    config = transformers.Qwen3MoeConfig(**sizes, **heads, num_experts=4, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    results = run_ranks(world_size, expert_parallel, str(tmp_path), timeout=800)
+    for (losses, plain, none, grads), (low, codes, experts, low_grads) in results:
+        assert (none, experts, len(grads)) == (0, 1, 2)
+        assert low[0] == pytest.approx(losses[0], rel=1e-3)
+        assert all(is_near(*pair) for pair in zip(low_grads, grads, strict=True))
+        assert low[-1] < low[0]
+        assert codes.shape == plain.shape == (4,)
+        assert (codes[::2] <= 0.52 * plain[::2]).all(), (codes, plain)
+        assert codes.sum() <= 0.76 * plain.sum()
 
 
 # ---------------------------------------------------------------- FP8 primary weights: values travel, codes come again

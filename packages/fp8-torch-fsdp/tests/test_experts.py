@@ -215,6 +215,34 @@ def test_routers_stay_wide_unless_they_are_asked_for():
     assert [name for name, wide in kinds(low).items() if wide] == ["mlp.gate", "mlp.shared_gate", "head"]
 
 
+def test_reports_know_the_rows_of_experts():
+    """Tests of the filter are beside it; a router decides the rows, so conversion cannot know them."""
+    low = converted(Mixture(4), "rowwise")
+    assert "rows per expert" not in f8.float8_report(low).headline
+    low(batch(0, 0, (100, DIM)))
+    report = f8.float8_report(low)
+    rows = {one.name: one.rows_per_expert for one in report.weights if one.rows_per_expert is not None}
+    assert rows == {"experts.up": 25.0, "experts.down": 25.0}
+    assert "2 weights of experts got 25 to 25 rows per expert in the last forward; casts of" in report.headline
+    with torch.no_grad():
+        low(batch(0, 0, (4 * 500, DIM)))
+    assert "rows per expert" not in f8.float8_report(low).headline
+
+
+@pytest.mark.parametrize(("rows", "kept"), [(None, True), (0, False), (499, False), (500, True)])
+def test_a_filter_leaves_out_experts_with_few_rows(rows, kept):
+    keep = f8.auto_filter_for_recipe("rowwise", rows_per_expert=rows)
+    experts = Experts(2)
+    experts.up, experts.down = (nn.Parameter(torch.empty(2, 4096, 4096, device="meta")) for _ in range(2))
+    assert keep(experts, "experts") == kept
+    assert keep(nn.Linear(4096, 4096, device="meta"), "dense")
+
+
+def test_negative_numbers_of_rows_are_refused():
+    with pytest.raises(Fp8Error, match="rows_per_expert must be a number of rows, at least 0, got -1"):
+        f8.auto_filter_for_recipe("rowwise", rows_per_expert=-1)
+
+
 def test_experts_that_nobody_described_are_reported(caplog):
     with caplog.at_level("WARNING"):
         report = f8.float8_report(f8.convert_to_float8_training(Mixture(3)))

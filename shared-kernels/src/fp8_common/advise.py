@@ -136,6 +136,7 @@ class ModelShape:
         weights: Elements of the linear layers of one block, all experts included.
         active: Elements that a token is multiplied with.
         vocabulary: Rows of embedding and head together; 0 leaves them out.
+        rows_per_expert: Rows of an expert for each token of a micro-batch, chosen experts over all; 0 without experts.
     """
 
     blocks: int
@@ -143,6 +144,7 @@ class ModelShape:
     weights: int
     active: int
     vocabulary: int = 0
+    rows_per_expert: float = 0.0
 
     @property
     def parameters(self) -> int:
@@ -193,6 +195,7 @@ class ModelShape:
             weights=attention + (experts * one + shared if experts else one),
             active=attention + (config["num_experts_per_tok"] * one + shared if experts else one),
             vocabulary=config["vocab_size"] * (1 if config.get("tie_word_embeddings") else 2),
+            rows_per_expert=config["num_experts_per_tok"] / experts if experts else 0.0,
         )
 
 
@@ -300,6 +303,28 @@ def memory(job: Job) -> float:
     return STATE_BYTES * shape.parameters / job.ranks + gathered
 
 
+def rows_that_repay(device: Accelerator) -> tuple[float, float]:
+    """Return from how many rows on the casts of a weight are repaid, if it is read once for them, and if twice.
+
+    A cast moves 4 or 6 bytes for each element, and each row saves three matmuls of two FLOPs their difference of rates.
+    Casts of activations come on top; where ranks cast shards, less is to repay. Infinite without FP8 units.
+    """
+    saved = 6 * (1 / device.bf16 - 1 / device.fp8) if device.fp8 else 0.0
+    low, high = (bytes_ / device.bandwidth / saved if saved > 0 else math.inf for bytes_ in (4, 6))
+    return low, high
+
+
+def _about_experts(job: Job, best: Choice) -> str:
+    """Return a sentence about experts with too few rows for what is recommended; "" for others."""
+    rows, (low, high) = job.tokens * job.shape.rows_per_expert, rows_that_repay(job.accelerator)
+    if best.rate is None or not 0 < rows < high:
+        return ""
+    return (
+        f" An expert gets {rows:.0f} rows of a micro-batch; casts of its weight are repaid from some {low:.0f} to "
+        f"{high:.0f} on: give a device more tokens, or measure experts in bf16 too."
+    )
+
+
 def advise(job: Job) -> tuple[str, list[Estimate]]:
     """Return what to take and why, in a sentence or two, and the estimates of all `CHOICES` that the device has.
 
@@ -330,7 +355,7 @@ def advise(job: Job) -> tuple[str, list[Estimate]]:
     advice = (
         f"Take {best.choice.name}: {base.seconds / best.seconds:.2f}x bf16{also}. Matmuls {1e3 * base.matmuls:.0f} -> "
         f"{1e3 * best.matmuls:.0f} ms, exposed communication {1e3 * base.exposed:.0f} -> {1e3 * best.exposed:.0f} ms, "
-        f"casts {1e3 * best.casts:.0f} ms."
+        f"casts {1e3 * best.casts:.0f} ms.{_about_experts(job, best.choice)}"
     )
     return advice, estimates
 

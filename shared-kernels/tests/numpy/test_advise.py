@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 
 import pytest
@@ -20,6 +21,7 @@ from fp8_common.advise import (
     estimate,
     memory,
     report,
+    rows_that_repay,
     shape_of,
 )
 
@@ -42,6 +44,21 @@ def test_one_block_by_hand():
     linear, attention = 2 * 60_000 * 20 / 1e9, 2 * 10 * 100 * 20 / 1e8
     assert found.matmuls == pytest.approx(3 * linear + 3.5 * attention)
     assert found.casts == 0
+
+
+def test_experts_with_too_few_rows_are_named():
+    """The casts of a weight move 4 to 6 bytes per element; a row saves six FLOPs of it at the difference of rates."""
+    low, high = rows_that_repay(ACCELERATORS["h100"])
+    assert (round(low), round(high)) == (331, 497)
+    assert rows_that_repay(ACCELERATORS["a100"]) == (math.inf, math.inf)
+    few = job(shape=SHAPES["Qwen/Qwen3-30B-A3B"], ranks=64, links=LINKS["ethernet-100"], tokens=4096, sequence=4096)
+    told = "An expert gets 256 rows of a micro-batch; casts of its weight are repaid from some 331 to 497 on"
+    assert told in advise(few)[0]
+    enough = dataclasses.replace(few, tokens=8192)
+    assert "An expert" not in advise(enough)[0]
+    assert advise(enough)[0].startswith("Take tensorwise")
+    assert "An expert" not in advise(job(ranks=64, links=LINKS["ethernet-100"]))[0]
+    assert shape_of("Mixtral-8x7B-v0.1").rows_per_expert == 0.25
 
 
 def test_nodes_share_what_crosses_between_them():

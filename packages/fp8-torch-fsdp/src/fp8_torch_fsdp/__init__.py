@@ -18,6 +18,7 @@ from fp8_torch_fsdp.convert.expert_layouts import ExpertLayout
 from fp8_torch_fsdp.convert.model import convert_to_float8_training, unconvert
 from fp8_torch_fsdp.convert.report import float8_report
 from fp8_torch_fsdp.convert.select import auto_filter_for_recipe
+from fp8_torch_fsdp.expert_parallel.dispatch import DispatchedTokens, dispatch_tokens
 from fp8_torch_fsdp.layers.experts import Float8Experts
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.monitor import Float8Monitor
@@ -39,6 +40,7 @@ __all__ = [
     "CompressedCommunication",
     "DelayedScalingConfig",
     "DelayedState",
+    "DispatchedTokens",
     "ExpertLayout",
     "Float8ColwiseParallel",
     "Float8Experts",
@@ -57,6 +59,7 @@ __all__ = [
     "auto_filter_for_recipe",
     "compress_communication",
     "convert_to_float8_training",
+    "dispatch_tokens",
     "float8_report",
     "fully_shard_traceable",
     "synchronize_scales",

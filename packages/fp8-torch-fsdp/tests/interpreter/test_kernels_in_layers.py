@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fp8_common.torch import _triton
+from fp8_torch_fsdp import dispatch_tokens
 from tests.helpers.fsdp_models import Experts, converted, seeded, with_delayed
 from tests.helpers.fsdp_training import batch
 
@@ -20,10 +22,38 @@ def experts(recipe):
     return stack, lambda x: stack(x, torch.tensor([17, 17, 38], dtype=torch.int32)), (40, 64)
 
 
+def dispatched(recipe):
+    stack = converted(Experts(3, up=(48, 64)), recipe)
+    chosen = torch.tensor([0] * 17 + [2] * 23)[:, None]
+
+    def call(x):
+        tokens = dispatch_tokens(x, chosen, stack, dist.group.WORLD)
+        return tokens.combine(stack(tokens.rows, tokens.offsets))[:, 0]
+
+    return stack, call, (40, 64)
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 # Kernels of one forward and backward of a layer without FSDP, and of the update before the forward: input, weight,
 # gradient. The backward takes the weight's codes of the forward. Of experts those of groups and rows are counted.
 GROUPS = ("group_amax", "group_cast")
-COUNTED = (*GROUPS, "rowwise", "rowwise_turned", "group_columns")
+COUNTED = (*GROUPS, "rowwise", "rowwise_turned", "group_columns", "dequantize")
+CODES = [
+    "rowwise",
+    "rowwise_turned",
+    "rowwise",
+    "dequantize",
+    "dequantize",
+    "group_columns",
+    "group_columns",
+    "rowwise",
+]
 LAUNCHES = [
     (dense, "tensorwise", ["amax", "cast_transpose"] * 3),
     (dense, "tensorwise_delayed", ["delayed_update", *["cast_transpose"] * 3]),
@@ -32,6 +62,7 @@ LAUNCHES = [
     (dense, "blockwise", ["block_both"] * 3),
     (experts, "tensorwise", [*GROUPS, "rowwise", *GROUPS]),
     (experts, "rowwise", ["rowwise", "rowwise_turned", "group_columns", "group_columns", "rowwise"]),
+    (dispatched, "rowwise", CODES),
 ]
 
 

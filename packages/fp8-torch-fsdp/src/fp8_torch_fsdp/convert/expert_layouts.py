@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from fp8_common.torch_layers.linear.row_codes import take_rows
 from fp8_torch_fsdp.layers.module import WeightLayout
 
 
@@ -51,6 +53,10 @@ def layout_of(module: nn.Module, own: Mapping[type, ExpertLayout]) -> ExpertLayo
         names = [name for name, weight in module.named_parameters(recurse=False) if weight.ndim == 3]
         if [name.partition("_")[0] for name in names] == ["w1", "w2", "w3"]:
             return ExpertLayout(forward=_torchtitan, weights=tuple(names))
+    if forward.__qualname__ == "GroupedLinear.forward" and str(source).startswith("torchtitan."):
+        weights = list(module.named_parameters(recurse=False))
+        if [(name, weight.ndim) for name, weight in weights] == [("weight", 3)]:
+            return ExpertLayout(forward=_grouped_linear)
     return None
 
 
@@ -70,7 +76,7 @@ def _transformers(
         return y + getattr(experts, f"{name}_bias")[bias_of].to(y.dtype) if experts.has_bias else y
 
     up, down = experts.fp8_layout.weights
-    hidden = multiplied(up, hidden_states[order // top_k_index.shape[-1]])
+    hidden = multiplied(up, take_rows(hidden_states, order // top_k_index.shape[-1]))
     hidden = experts._apply_gate(hidden) if getattr(experts, "has_gate", True) else experts.act_fn(hidden)
     output = multiplied(down, hidden)
     if getattr(experts, "has_post_expert_norm", False):
@@ -81,15 +87,30 @@ def _transformers(
         weights = weights.masked_fill(chosen >= experts.num_experts, 0)
     # back in the order of tokens, so that a sum in a fixed order takes the place of additions by index
     output = output[torch.argsort(order)] * weights[:, None]
-    return output.view(*top_k_index.shape, -1).sum(dim=1).to(hidden_states.dtype)
+    return output.view(*top_k_index.shape, output.shape[-1]).sum(dim=1).to(hidden_states.dtype)
 
 
 def _torchtitan(experts: Any, x: torch.Tensor, tokens_of_experts: torch.Tensor) -> torch.Tensor:
     """Compute what the forward of torchtitan's `GroupedExperts` computes, in the dtype of `x`."""
     offsets = tokens_of_experts.cumsum(0, dtype=torch.int32)
     gate, down, up = experts.fp8_layout.weights
-    hidden = F.silu(experts.grouped_product(gate, x, offsets)) * experts.grouped_product(up, x, offsets)
-    return experts.grouped_product(down, hidden, offsets)
+
+    def multiplied(name: str, x: torch.Tensor) -> torch.Tensor:
+        # expert parallelism leaves weights distributed; of one that is cut within experts there is no whole product
+        return experts.fp8_matmul(name, x, local_experts(getattr(experts, name)), offsets)
+
+    return multiplied(down, F.silu(multiplied(gate, x)) * multiplied(up, x))
+
+
+def _grouped_linear(linear: Any, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Compute what the forward of torchtitan's `GroupedLinear` computes."""
+    return linear.fp8_matmul("weight", x, local_experts(linear.weight), offsets)
+
+
+def local_experts(weight: torch.Tensor) -> torch.Tensor:
+    """Return this rank's experts of a weight that is cut between experts alone; any other weight as it is."""
+    between = isinstance(weight, DTensor) and all(one.is_replicate() or one.is_shard(0) for one in weight.placements)
+    return weight.to_local() if between else weight
 
 
 def is_conv1d(module: nn.Module) -> bool:

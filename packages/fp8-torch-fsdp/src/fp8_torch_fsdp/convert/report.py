@@ -15,6 +15,7 @@ from fp8_torch_fsdp.all_gather.collective import Float8AllGather, coded_bytes
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.convert.expert_layouts import is_conv1d, layout_of
 from fp8_torch_fsdp.convert.roles import CONVOLUTIONS, Roles, roles_of, stacked_parameters, users_of_parameters
+from fp8_torch_fsdp.convert.select import ROWS_REPAID
 from fp8_torch_fsdp.layers.module import Float8Module, original_class
 from fp8_torch_fsdp.reduce_scatter import Float8ReduceScatter
 from fp8_torch_fsdp.scales.sync import syncs_of
@@ -40,6 +41,7 @@ class WeightReport:
             in which FSDP2 reduces it; "" before the first forward, and where FSDP2 does not shard it.
         why: How the weight is scaled, or why it does not travel in FP8.
         head: A sentence about the output head whose weight it is, or "".
+        rows_per_expert: Rows of the last eager forward over the number of experts; None before, and of other weights.
     """
 
     name: str
@@ -52,6 +54,7 @@ class WeightReport:
     gradient: str
     why: str
     head: str = ""
+    rows_per_expert: float | None = None
 
     @property
     def bytes(self) -> int:
@@ -120,6 +123,7 @@ class Float8Report:
         ]
         left = f" Left: {'; '.join(parts)}." if parts else ""
         heads = "".join(f" {weight.head}" for weight in self.weights if weight.head)
+        heads += _about_rows([one.rows_per_expert for one in self.weights if one.rows_per_expert is not None])
         gathered = "gathered in FP8" if self.sharded else "would be gathered in FP8 once sharded with fully_shard"
         return f"{self.converted:.1%} of the weights converted, {self.gathered:.1%} {gathered}.{left}{heads}"
 
@@ -174,7 +178,9 @@ def report_with(roles: Roles, model: nn.Module, reference_dtype: torch.dtype = t
             continue
         own = users[id(parameter)]
         module, local = own[0][0], local_of(parameter)
-        fp8 = next((user for user, weight in own if isinstance(user, Float8Module) and weight in user.fp8), None)
+        fp8, key = next(
+            ((user, key) for user, key in own if isinstance(user, Float8Module) and key in user.fp8), (None, "")
+        )
         cast, size = _cast_of(local, fp8), parameter.numel() * reference_dtype.itemsize
         wire, wire_bytes = str(reference_dtype).removeprefix("torch."), size
         if cast is not None:
@@ -194,6 +200,7 @@ def report_with(roles: Roles, model: nn.Module, reference_dtype: torch.dtype = t
             gradient=gradients.get(id(local), ""),
             why=_why(cast, parameter, local, module, fp8, kinds.get(module, ""), compressed=id(local) in coded),
             head=_head(names[head[0]], head[1], fp8=fp8 is not None, gathered=wire_bytes < size) if head else "",
+            rows_per_expert=None if fp8 is None else fp8.fp8[key].rows_per_expert,
         )
         rows.append(row)
     syncs = syncs_of(model)
@@ -204,6 +211,18 @@ def report_with(roles: Roles, model: nn.Module, reference_dtype: torch.dtype = t
         casts=casts,
         reductions=sum(sync.reductions for sync in syncs),
         sharded=traceable or any(True for _ in shards(model)),
+    )
+
+
+def _about_rows(rows: list[float]) -> str:
+    """Return a sentence about experts with fewer rows than repay the casts of their weights."""
+    low, high = ROWS_REPAID
+    few = [one for one in rows if one < high]
+    if not few:
+        return ""
+    return (
+        f" {len(few)} weights of experts got {min(few):.0f} to {max(few):.0f} rows per expert in the last forward; "
+        f"casts of a weight are repaid from some {low} to {high} on (by an H100's rates)."
     )
 
 

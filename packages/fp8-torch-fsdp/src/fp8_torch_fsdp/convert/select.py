@@ -18,6 +18,10 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 ModuleSelection = ModuleFilter | Rules | Iterable[str | Rule] | None
 """Which layers to convert: a filter of (layer, name), or rules by name; None is all of them."""
 
+ROWS_REPAID = (335, 500)
+"""From how many rows on an expert repays the casts of its weight, read once or twice for them: by the rates of an H100
+(`fp8_common.advise.rows_that_repay`), not measured. Casts of activations come on top."""
+
 ALIGNMENT = 16
 """FP8 matrix units take dimensions that are multiples of this; other sizes are padded or refused there."""
 
@@ -106,7 +110,12 @@ def _why_not(module: Any) -> str:
     return ""
 
 
-def auto_filter_for_recipe(recipe: str | Recipe | Float8LinearConfig, filter_fqns: Sequence[str] = ()) -> ModuleFilter:
+def auto_filter_for_recipe(
+    recipe: str | Recipe | Float8LinearConfig,
+    filter_fqns: Sequence[str] = (),
+    *,
+    rows_per_expert: float | None = None,
+) -> ModuleFilter:
     """Return a `module_filter_fn` that leaves out layers which are too small or odd-sized to gain, or named.
 
     A layer is kept in high precision if its full name contains one of `filter_fqns`, if one of its dimensions is no
@@ -116,13 +125,17 @@ def auto_filter_for_recipe(recipe: str | Recipe | Float8LinearConfig, filter_fqn
     Args:
         recipe: Name of a recipe, a `Recipe`, or a configuration.
         filter_fqns: Parts of names of layers to leave out, for example "output" or "lm_head".
+        rows_per_expert: The rows that an expert gets in a forward, on average: tokens of a micro-batch times chosen
+            experts over all. Experts with fewer than `ROWS_REPAID` are left out, and gathered in high precision.
 
     Returns:
         A function of (layer, full name), for `convert_to_float8_training`.
 
     Raises:
-        Fp8Error: Unknown recipe, or `filter_fqns` is a single string.
+        Fp8Error: Unknown recipe, `filter_fqns` is a single string, or `rows_per_expert` is negative.
     """
+    if rows_per_expert is not None and not rows_per_expert >= 0:
+        raise Fp8Error(f"rows_per_expert must be a number of rows, at least 0, got {rows_per_expert!r}.")
     if isinstance(filter_fqns, str):
         raise Fp8Error(f"filter_fqns must be a list of names, got the string {filter_fqns!r}. Write [{filter_fqns!r}].")
     config = recipe if isinstance(recipe, Float8LinearConfig) else Float8LinearConfig.from_recipe_name(recipe)
@@ -135,6 +148,8 @@ def auto_filter_for_recipe(recipe: str | Recipe | Float8LinearConfig, filter_fqn
             return _gains(module.out_features, module.in_features, smallest)
         # of experts and transposed layers, each matrix; which side is which, their layout knows and this need not
         matrices = [p.shape[-2:] for p in module.parameters(recurse=False) if p.ndim == 3 or is_conv1d(module)]
+        if rows_per_expert is not None and rows_per_expert < ROWS_REPAID[1] and not is_conv1d(module):
+            return False
         least = (min(smallest), min(smallest))
         return bool(matrices) and all(len(m) < 2 or _gains(m[0], m[1], least) for m in matrices)
 

@@ -15,6 +15,7 @@ from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_torch_fsdp.config import Float8LinearConfig
 from fp8_torch_fsdp.convert.model import convert_to_float8_training
 from fp8_torch_fsdp.convert.select import auto_filter_for_recipe
+from fp8_torch_fsdp.expert_parallel.torchtitan import dispatch_in_codes
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.scales.delayed import DelayedScale
 from fp8_torch_fsdp.tensor_parallel.placed import ByWeight
@@ -50,12 +51,15 @@ class Float8Converter(QuantizationConverter):
             fp8: A configuration instead of a recipe.
             filter_fqns: Parts of names of layers that stay in high precision.
             skip_small: Also leave out layers that `auto_filter_for_recipe` takes for too small or odd-sized.
+            dispatch_in_codes: Send tokens to experts on other ranks as FP8 codes, see `dispatch_tokens`; with recipe
+                "rowwise" and torchtitan's all-to-all dispatcher.
         """
 
         recipe: str = "tensorwise"
         fp8: Float8LinearConfig | None = None
         filter_fqns: list[str] = dataclasses.field(default_factory=lambda: ["lm_head", "output"])
         skip_small: bool = False
+        dispatch_in_codes: bool = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -86,6 +90,8 @@ class Float8Converter(QuantizationConverter):
                 module.distribute(ByWeight())  # torchtitan cuts the weights later
             elif isinstance(module, DelayedScale):
                 module.__class__ = ProtocolScale
+        if self.config.dispatch_in_codes:
+            dispatch_in_codes(model)
         return model
 
 

@@ -94,10 +94,12 @@ class WeightMatmul:
         kept: The launches of casts of the weight, decided once.
         casts_alone: Whether it may be cast both ways by launches that are decided once.
         spec: What `fp8_linear` has to know.
+        rows_per_expert: Of the last eager forward of a stack of weights, on average; None before.
     """
 
     def __init__(self, config: LinearConfig, layout: WeightLayout, scales: dict[str, DelayedScale], owner: str) -> None:
         self.config, self.layout, self.scales = config, layout, scales
+        self.rows_per_expert: float | None = None
         self.parts: Mapping[str, Any] = {}
         self.kept: Decided[KeptCast | None] = Decided()
         # rows of a weight that lies transposed are columns
@@ -226,7 +228,10 @@ class Float8Module(nn.Module):
                 refuse_fsdp1(weight)
             # Such a weight is at hand without a gather, so nobody frees its codes.
             keep_codes = isinstance(weight, ShardedFloat8Weight)
-        return fp8_linear(x, weight, self.fp8[name].spec, offsets, record=self.records, keep_codes=keep_codes)
+        y = fp8_linear(x, weight, self.fp8[name].spec, offsets, record=self.records, keep_codes=keep_codes)
+        if offsets is not None and not torch.compiler.is_compiling():
+            self.fp8[name].rows_per_expert = x.shape[0] / offsets.shape[0]  # for `float8_report`
+        return y
 
     def distribute(self, distribution: Distribution) -> None:
         """Let the module exchange with other ranks what `distribution` says."""

@@ -138,10 +138,33 @@ class LinearConfig:
         return self.recipe.grad_output
 
     @property
+    def row_codes_obstacle(self) -> str:
+        """Why rows cannot arrive as FP8 codes with a scale of each row; empty if they can.
+
+        The weight's gradient of such rows is defined on the columns of the decoded rows: with scales that are powers of
+        two the second cast rounds nothing but what underflows.
+        """
+        return _row_codes_obstacle(self.recipe)
+
+    @property
     def grad_weight_casts(self) -> tuple[CastRecipe, CastRecipe]:
         """The casts of gradient and activation in the matmul that makes the weight's gradient."""
         recipe = self.recipe
         return recipe.grad_output_for_grad_weight or self.grad_output, recipe.input_for_grad_weight or self.input
+
+
+def _row_codes_obstacle(recipe: Recipe) -> str:
+    if not (recipe.input_for_grad_weight or recipe.input).enabled:
+        return "it computes the gradient of the weight in high precision, of values that codes no longer have"
+    for name in OPERANDS:
+        cast = getattr(recipe, name)
+        if cast is None:
+            continue
+        if cast.granularity != "rowwise":
+            return f"its {name} is cast with {cast.scaling} {cast.granularity} scaling, and a row needs its own scale"
+        if not cast.policy.power_of_2:
+            return f"the row-wise scales of its {name} are not powers of two, and a second cast would round again"
+    return ""
 
 
 def _shared_casts(recipe: Recipe) -> SharedCasts:

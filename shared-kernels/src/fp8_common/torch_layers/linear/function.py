@@ -22,6 +22,7 @@ from fp8_common.torch_layers.linear.grouped import RowGroups
 from fp8_common.torch_layers.linear.matmul import MatmulOptions
 from fp8_common.torch_layers.linear.operand import quantize_operand
 from fp8_common.torch_layers.linear.plan import Decided, LinearPlan, decide
+from fp8_common.torch_layers.linear.row_codes import RowCodes, decoded_rows
 from fp8_common.torch_layers.linear.rows import ROWS, Rows
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight
 
@@ -89,7 +90,8 @@ def fp8_linear(
     """Return x @ weight.T in FP8. It can be differentiated once.
 
     Args:
-        x: [..., in_features], float32, bfloat16 or float16; under autocast it is converted first.
+        x: [..., in_features], float32, bfloat16 or float16; under autocast it is converted first. Rows in groups may be
+            `RowCodes`, which are multiplied as they are.
         weight: [out_features, in_features], in any state that `spec.weight` takes, or a part that `spec.gather`
             gathers.
         spec: The layer.
@@ -105,10 +107,12 @@ def fp8_linear(
 
     Raises:
         Fp8Error: `x` is no tensor or a scalar, its last dimension is not that of the weight, the offsets do not fit,
-            or MX blocks do not divide the sizes.
+            MX blocks do not divide the sizes, or rows arrive as codes that the recipe cannot take.
         Fp8UnsupportedError: `torch.func` transforms the layer, or `emulate` is False and the device has no FP8.
     """
     _check(x, weight, spec, offsets)
+    if offsets is None and isinstance(x, RowCodes):
+        x = x.clone()  # the values: rows that travelled as codes are multiplied as codes by experts alone
     # there is no autocast for the meta device, and asking for it is an error
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -130,6 +134,11 @@ def _check(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec, offsets: tor
         _check_blocks(x, weight, spec)
     if offsets is not None:
         RowGroups.check(offsets, x, weight.shape[0])
+        if isinstance(x, GatheredWeight) and (obstacle := spec.config.row_codes_obstacle):
+            raise Fp8Error(
+                f"{spec.name} cannot take rows that arrive as FP8 codes with recipe {spec.config.recipe.name!r}: "
+                f"{obstacle}. Use recipe='rowwise', or send the rows in high precision."
+            )
 
 
 def _check_blocks(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec) -> None:
@@ -219,6 +228,8 @@ class _Linear(torch.autograd.Function):
             _check_codes(ctx, int(mark))
         weight = None if weight is None else Quantized(weight, weight_inv, *ctx.kept)
         saved = saved if saved_inv is None else Quantized(saved, saved_inv, *ctx.saved)
+        if isinstance(grad, RowCodes):  # decoded once for both casts: one folds scales of the weight, one is of columns
+            grad = decoded_rows(grad)
         matrix = grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1])
         rows = ROWS if offsets is None else RowGroups(offsets, matrix.shape[0])
         needs_x, needs_weight, *_ = ctx.needs_input_grad

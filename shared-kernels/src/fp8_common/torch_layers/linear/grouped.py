@@ -17,8 +17,10 @@ from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear import grouped_matmul, segments
 from fp8_common.torch_layers.linear.matmul import MatmulOptions
 from fp8_common.torch_layers.linear.operand import quantize_operand
+from fp8_common.torch_layers.linear.row_codes import decoded_rows
 from fp8_common.torch_layers.linear.rows import Rows
 from fp8_common.torch_layers.linear.segments import BLOCK, Groups
+from fp8_common.torch_layers.sharding.gathered import GatheredWeight, quantized
 
 
 class RowGroups(Groups, Rows):
@@ -68,7 +70,7 @@ class RowGroups(Groups, Rows):
         """Quantize [rows, columns], contracted over columns.
 
         Args:
-            x: The rows.
+            x: The rows, or codes with a scale of each row, which are returned.
             cast: How to quantize them.
             delayed: The state of delayed scaling of each group, where `cast.scaling` is "delayed".
             record: Whether delayed scaling observes the groups that have rows.
@@ -77,6 +79,8 @@ class RowGroups(Groups, Rows):
         Returns:
             Codes [rows, columns]; scales [count] of tensorwise casts, or those that each row has alone.
         """
+        if isinstance(x, GatheredWeight):  # quantized before it was sent
+            return quantized(x)
         if cast.granularity != "tensorwise":
             return quantize_operand(x, cast)  # what lies within a row knows no groups
         fmt = FORMATS[cast.format]
@@ -107,11 +111,15 @@ class RowGroups(Groups, Rows):
     def quantize_over_rows(self, x: torch.Tensor, cast: CastRecipe) -> Quantized:
         """Quantize [rows, columns] for a matmul that is contracted over the rows of each group.
 
+        Of rows that arrived as codes the columns of the decoded values are quantized.
+
         Returns:
             Codes [rows, columns]; scales [count] of tensorwise casts, [count, 1, columns] of row-wise ones (a column is
             a row of the transposed matrix), or [blocks, columns], where every group begins with a block of its own.
             Where one launch casts columns, codes [columns, padded rows] and scales [count, columns, 1].
         """
+        if isinstance(x, GatheredWeight):
+            x = decoded_rows(x)
         if cast.granularity == "tensorwise":
             return self.quantize(x, cast, None, record=False, both=False)
         fmt = FORMATS[cast.format]

@@ -4,7 +4,7 @@ FP8 layers read its codes; any other operator gets the dequantized values, so th
 """
 
 import warnings
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -74,17 +74,19 @@ class GatheredWeight(torch.Tensor):
     fmt: str
     block: tuple[int, int] | None
     origin: "Origin | None"
+    is_weight = True
+    """Whether a product outside of its layer is a mistake."""
 
     @staticmethod
     def __new__(
-        cls: type,
+        cls: type[Self],
         codes: torch.Tensor,
         scale_inv: torch.Tensor,
         fmt: str,
         dtype: torch.dtype,
         block: tuple[int, int] | None = None,
         origin: "Origin | None" = None,
-    ) -> "GatheredWeight":
+    ) -> Self:
         """Wrap codes and scales without copying them."""
         self = wrapper_of(cls, codes, dtype=dtype)
         self.codes, self.scale_inv, self.fmt, self.block, self.origin = codes, scale_inv, fmt, block, origin
@@ -139,20 +141,21 @@ class GatheredWeight(torch.Tensor):
             codes = func(weight.codes, *args[1:], **kwargs)
             # scales of rows and blocks, a single one too, lie on one shape alone: a view of another one is of values
             if weight.scale_inv.ndim == 0 or (codes.shape, codes.stride()) == (weight.shape, weight.stride()):
-                return cls(codes, weight.scale_inv, weight.fmt, weight.dtype, weight.block, weight.origin)
-        if any(isinstance(written, cls) for written in written_tensors(func, args, kwargs)):
+                return type(weight)(codes, weight.scale_inv, weight.fmt, weight.dtype, weight.block, weight.origin)
+        if any(isinstance(written, GatheredWeight) for written in written_tensors(func, args, kwargs)):
             raise RuntimeError(
                 f"{func} would write to a gathered FP8 weight, which holds rounded codes that the next all-gather "
                 "replaces. Change the sharded parameter instead (after model.reshard())."
             )
         # Stacked weights have no layer that multiplies codes.
-        if func in _MULTIPLIES and not any(isinstance(one, cls) and one.ndim > 2 for one in args):
+        own = [one for one in args if isinstance(one, GatheredWeight)]
+        if func in _MULTIPLIES and all(one.is_weight and one.ndim <= 2 for one in own):
             warnings.warn(
                 "An FP8 weight is multiplied outside of its layer: in high precision, with values that were rounded to "
                 "FP8 for the gather. Call the layer, or leave it out of the conversion with module_filter_fn.",
                 stacklevel=2,
             )
-        args, kwargs = pytree.tree_map_only(cls, lambda w: w.dequantize(), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(GatheredWeight, lambda w: w.dequantize(), (args, kwargs))
         return func(*args, **kwargs)
 
 

@@ -1,0 +1,1 @@
+"""Tokens that go to experts on other ranks as FP8 codes."""

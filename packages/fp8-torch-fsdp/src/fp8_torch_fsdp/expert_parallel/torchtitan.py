@@ -1,0 +1,94 @@
+"""torchtitan's all-to-all dispatcher, which then sends rows as FP8 codes. torchtitan is not imported.
+
+The dispatcher of a mixture gets another class, that is also its former one: it calls `dispatch_tokens`, and what
+torchtitan does to the outputs afterwards, weights and sums, stays what it does without expert parallelism.
+"""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8_common import Fp8Error
+from fp8_torch_fsdp.expert_parallel.dispatch import DispatchedTokens, dispatch_tokens
+from fp8_torch_fsdp.layers.experts import Float8Experts
+
+ALL_TO_ALL = "AllToAllTokenDispatcher.dispatch"
+LOCAL = "LocalTokenDispatcher"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SentTokens:
+    """What `combine` of a dispatcher has to know, under torchtitan's names.
+
+    Attributes:
+        tokens: The tokens of all ranks at this rank's experts.
+        token_indices_experts_sorted_N: int64 [tokens * k]: the token of each row that this rank has sent.
+        topk_scores_experts_sorted_N: The score of each.
+    """
+
+    tokens: DispatchedTokens
+    token_indices_experts_sorted_N: torch.Tensor
+    topk_scores_experts_sorted_N: torch.Tensor
+
+
+class CodesDispatcher:
+    """A dispatcher of torchtitan that sends rows as codes where there are ranks to send them to."""
+
+    ep_mesh: Any
+    experts: Float8Experts
+
+    def dispatch(self, x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, counts: torch.Tensor) -> tuple:
+        """Return the rows of this rank's experts, how many each has, and what `combine` needs; see torchtitan."""
+        if self.ep_mesh is None:
+            return super().dispatch(x, scores, chosen, counts)  # pyrefly: ignore[missing-attribute]
+        tokens = dispatch_tokens(x, chosen, self.experts, self.ep_mesh)
+        ordered = scores.reshape(-1)[tokens.order]
+        return tokens.rows, tokens.counts, SentTokens(tokens, tokens.order // tokens.slots, ordered)
+
+    def combine(self, routed: torch.Tensor, metadata: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        """Return the weighted sum of each token's experts."""
+        if not isinstance(metadata, SentTokens):
+            return super().combine(routed, metadata, x, *args, **options)  # pyrefly: ignore[missing-attribute]
+        local: Any = next(base for base in type(self).__mro__ if base.__name__ == LOCAL)
+        return local.combine(self, metadata.tokens.combine_sorted(routed), metadata, x, *args, **options)
+
+
+def dispatch_in_codes(model: nn.Module) -> nn.Module:
+    """Let the mixtures of a converted torchtitan model send tokens to experts as FP8 codes, in place.
+
+    `Float8Converter.Config(dispatch_in_codes=True)` does it for models that torchtitan builds.
+
+    Returns:
+        `model`.
+
+    Raises:
+        Fp8Error: If the model has no all-to-all dispatcher, or one beside experts that are not in FP8 or whose recipe
+            cannot take rows as codes. Dispatchers of DeepEP and others stay as they are.
+    """
+    found = False
+    for name, module in model.named_modules():
+        dispatcher: Any = getattr(module, "token_dispatcher", None)
+        if getattr(type(dispatcher).__dict__.get("dispatch"), "__qualname__", "") != ALL_TO_ALL:
+            continue
+        experts = next((one for one in module.modules() if isinstance(one, Float8Experts)), None)
+        obstacle = "they are not in FP8" if experts is None else experts.fp8_config.row_codes_obstacle
+        if obstacle:
+            recipe = "" if experts is None else f" with recipe {experts.fp8_config.recipe.name!r}"
+            raise Fp8Error(
+                f"The experts of {name or type(module).__name__}{recipe} cannot take rows that arrive as FP8 codes: "
+                f"{obstacle}. Convert them with recipe='rowwise', or leave dispatch_in_codes out."
+            )
+        dispatcher.__class__ = _in_codes(type(dispatcher))
+        dispatcher.experts = experts
+        found = True
+    if not found:
+        raise Fp8Error("dispatch_in_codes found no module with a token_dispatcher of torchtitan's all-to-all.")
+    return model
+
+
+@cache
+def _in_codes(cls: type) -> type:
+    return type(f"Float8{cls.__name__}", (CodesDispatcher, cls), {"__module__": cls.__module__})

@@ -1,0 +1,83 @@
+"""An implementation of Transformers' expert parallelism that sends tokens to experts as FP8 codes.
+
+Transformers builds it before it shards the model with FSDP2 and loads the weights, so it converts the experts itself.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fp8_common import Fp8Error, Fp8UnsupportedError, Recipe
+from fp8_torch_fsdp.config import Float8LinearConfig
+from fp8_torch_fsdp.convert.model import convert_to_float8_training
+from fp8_torch_fsdp.expert_parallel.dispatch import dispatch_tokens
+
+try:
+    from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+except ImportError as error:
+    raise Fp8UnsupportedError(
+        "fp8_torch_fsdp.integrations.transformers_experts needs a Transformers whose expert parallelism has implementations by "
+        f"name, 5.24 or later ({error}). Install it, or call dispatch_tokens in a forward of your own."
+    ) from error
+
+
+def register_fp8_dispatch(name: str = "fp8", *, recipe: str | Recipe | Mapping[str, Any] = "rowwise") -> None:
+    """Make FP8 experts and dispatch in codes an implementation of Transformers' expert parallelism.
+
+    Call it on all ranks before the model is loaded.
+
+    Example:
+        >>> register_fp8_dispatch()
+        >>> config = DistributedConfig(ep_size=2, fsdp_size=4, ep_implementation="fp8")
+        >>> model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+
+    Args:
+        name: What `DistributedConfig.ep_implementation` calls it.
+        recipe: How the experts compute. FSDP2 gathers their weights in high precision, because Transformers loads
+            weights into parameters that are sharded already.
+
+    Raises:
+        Fp8Error: If rows cannot arrive as codes with this recipe.
+    """
+    config = Float8LinearConfig(recipe=recipe, all_gather=False)  # pyrefly: ignore[bad-argument-type]
+    if config.row_codes_obstacle:
+        raise Fp8Error(
+            f"register_fp8_dispatch cannot send rows as FP8 codes with recipe {config.recipe.name!r}: "
+            f"{config.row_codes_obstacle}. Use recipe='rowwise'."
+        )
+    EPImplementationInterface.register(name, type("Float8EP", (CodesEP,), {"fp8_config": config}))
+
+
+class CodesEP(EPImplementation):
+    """Experts in FP8 that get their tokens as codes; see `register_fp8_dispatch`."""
+
+    fp8_config: Float8LinearConfig
+
+    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        """Convert the experts.
+
+        Raises:
+            Fp8UnsupportedError: If tensor parallelism lets several ranks hold the same tokens.
+        """
+        if tp_mesh.size() > 1:
+            raise Fp8UnsupportedError(
+                f"Dispatch in FP8 codes needs tp_size=1, got {tp_mesh.size()}: ranks with the same tokens would send "
+                "each of them several times. Set tp_size=1, or use ep_implementation='all_to_all'."
+            )
+        convert_to_float8_training(experts, config=self.fp8_config)
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.experts = experts
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of each token's experts, [tokens, features]."""
+        tokens = dispatch_tokens(hidden_states, top_k_index, self.experts, self.ep_mesh)
+        local = torch.arange(len(tokens.counts), device=tokens.counts.device)
+        ids = local.repeat_interleave(tokens.counts, output_size=len(tokens.rows))[:, None]
+        # experts run on one slot with weight 1; the weights of the router are applied where the tokens are
+        y = self.experts_forward(tokens.rows, ids, torch.ones_like(ids, dtype=tokens.rows.dtype))
+        return (tokens.combine(y) * top_k_weights[..., None]).sum(1)

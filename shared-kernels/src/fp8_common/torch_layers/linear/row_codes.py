@@ -1,0 +1,109 @@
+"""Rows of activations that travel between ranks as FP8 codes, each row with its scale, as one message of bytes.
+
+A message is uint8 [rows, bytes]: the codes of a row, the float32 scale back from FP8, and spare bytes to a multiple of
+16, so that every row begins where memory is read in one piece. What arrives are `RowCodes`.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fp8_common.formats import FORMATS
+from fp8_common.recipe import CastRecipe
+from fp8_common.torch import decoding
+from fp8_common.torch.numerics import torch_dtype
+from fp8_common.torch_layers.linear.operand import quantize_operand
+from fp8_common.torch_layers.sharding.gathered import GatheredWeight
+
+ALIGNMENT = 16
+"""What divides the bytes of a row in a message."""
+SCALE_BYTES = 4
+
+
+class RowCodes(GatheredWeight):
+    """Rows of an activation, or of its gradient, as FP8 codes with the scale of each row.
+
+    Experts in FP8 multiply the codes; any other operator gets the values.
+    """
+
+    is_weight = False
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: tuple, outer_size: Any, outer_stride: Any
+    ) -> "RowCodes":
+        """Rebuild from `__tensor_flatten__`."""
+        return RowCodes(inner["codes"], inner["scale_inv"], *context)
+
+    def __coerce_same_metadata_as_tangent__(self, metadata: Any, expected: Any = None) -> torch.Tensor:
+        """Return the values to compiled backwards, which expect gradients of values."""
+        return self.dequantize()
+
+
+def row_bytes(columns: int) -> int:
+    """Return the bytes of a row in a message."""
+    return -(-(columns + SCALE_BYTES) // ALIGNMENT) * ALIGNMENT
+
+
+def pack_rows(x: torch.Tensor, cast: CastRecipe) -> torch.Tensor:
+    """Quantize each row of a matrix and return the message, uint8 [rows, `row_bytes`].
+
+    Args:
+        x: float32, bfloat16 or float16 [rows, columns].
+        cast: A row-wise cast.
+    """
+    made = quantize_operand(x, cast)
+    message = torch.zeros((len(x), row_bytes(x.shape[1])), dtype=torch.uint8, device=x.device)
+    message[:, : x.shape[1]] = made.codes.view(torch.uint8)
+    message[:, x.shape[1] : x.shape[1] + SCALE_BYTES] = made.scale_inv.contiguous().view(torch.uint8)
+    return message
+
+
+def unpack_rows(
+    message: torch.Tensor, columns: int, cast: CastRecipe, dtype: torch.dtype, order: torch.Tensor
+) -> RowCodes:
+    """Return the rows of a message in another order, as codes.
+
+    Args:
+        message: uint8 [rows, `row_bytes`].
+        columns: Of the rows.
+        cast: As of `pack_rows`.
+        dtype: The dtype that the rows stand for.
+        order: int64: which row of the message stands at each place.
+    """
+    fmt = cast.fp8_format
+    codes = message[:, :columns].index_select(0, order).view(torch_dtype(fmt))
+    scale_inv = message[:, columns : columns + SCALE_BYTES].index_select(0, order).view(torch.float32)
+    return RowCodes(codes, scale_inv, fmt.name, dtype)
+
+
+def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return x[index] of a matrix; of rows in codes, codes."""
+    return _TakeRows.apply(x, index) if isinstance(x, RowCodes) else x[index]
+
+
+class _TakeRows(torch.autograd.Function):
+    """Rows of codes; the gradient is that of rows of values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: RowCodes, index: torch.Tensor) -> RowCodes:
+        ctx.rows = len(x)
+        ctx.save_for_backward(index)
+        codes = x.codes.view(torch.uint8).index_select(0, index).view(x.codes.dtype)
+        return RowCodes(codes, x.scale_inv.index_select(0, index), x.fmt, x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros((ctx.rows, *grad.shape[1:])).index_put_((index,), grad, accumulate=True), None
+
+
+def decoded_rows(x: GatheredWeight) -> torch.Tensor:
+    """Return the values of codes, without a gradient, in a dtype that holds them.
+
+    In bfloat16 and float32 they are exact, because scales of rows are powers of two; float16 has too few exponents.
+    """
+    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
+    return decoding.dequantize(x.codes, x.scale_inv, FORMATS[x.fmt], dtype)
