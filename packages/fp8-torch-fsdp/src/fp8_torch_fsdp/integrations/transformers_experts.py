@@ -19,8 +19,8 @@ try:
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 except ImportError as error:
     raise Fp8UnsupportedError(
-        "fp8_torch_fsdp.integrations.transformers_experts needs a Transformers whose expert parallelism has implementations by "
-        f"name, 5.24 or later ({error}). Install it, or call dispatch_tokens in a forward of your own."
+        "fp8_torch_fsdp.integrations.transformers_experts needs a Transformers whose expert parallelism has "
+        f"implementations by name, 5.24 or later ({error}). Install it, or call dispatch_tokens in a forward of your own."
     ) from error
 
 
