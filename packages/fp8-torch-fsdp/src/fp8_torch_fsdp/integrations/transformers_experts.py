@@ -20,7 +20,7 @@ try:
 except ImportError as error:
     raise Fp8UnsupportedError(
         "fp8_torch_fsdp.integrations.transformers_experts needs a Transformers whose expert parallelism has "
-        f"implementations by name, 5.24 or later ({error}). Install it, or call dispatch_tokens in a forward of your own."
+        f"implementations by name, 5.24 or later ({error}). Install it, or call dispatch_tokens in your forward."
     ) from error
 
 
