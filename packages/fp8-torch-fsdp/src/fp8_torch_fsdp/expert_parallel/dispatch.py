@@ -74,11 +74,12 @@ class DispatchedTokens:
 def dispatch_tokens(
     x: torch.Tensor, chosen: torch.Tensor, experts: Any, group: dist.ProcessGroup | DeviceMesh
 ) -> DispatchedTokens:
-    """Send tokens to the ranks of their experts as FP8 codes, one message in place of bfloat16.
+    """Send tokens to the ranks of their experts as FP8 codes.
 
-    Each token is cast once, before it is copied for its experts, and the experts multiply the codes that arrive: their
-    outputs and the gradient of `x` are those of an all-to-all of high-precision rows. The gradient of the weights is
-    defined on the columns of the decoded rows. The gradients of outputs travel as codes, too.
+    Each token is cast once, before it is copied for its experts, and the experts multiply the codes that arrive: the
+    outputs equal those of an all-to-all of high-precision rows, bit for bit. The gradients of outputs are sent as codes
+    too: gradients equal those of an all-to-all of rows that the same cast has rounded. The gradient of the weights is
+    defined on the columns of the decoded rows.
 
     Collective: all ranks of the group call this in the same order, also those without tokens.
 
@@ -140,13 +141,8 @@ def _config_of(experts: Any) -> Any:
             f"dispatch_tokens sends rows to experts in FP8, got {type(experts).__name__}. Convert them first: "
             "convert_to_float8_training(model, recipe='rowwise')."
         )
-    config = experts.fp8_config
-    if config.row_codes_obstacle:
-        raise Fp8Error(
-            f"{type(experts).__name__} cannot take rows that arrive as FP8 codes with recipe {config.recipe.name!r}: "
-            f"{config.row_codes_obstacle}. Use recipe='rowwise', or send the rows in high precision."
-        )
-    return config
+    experts.fp8_config.check_row_codes(type(experts).__name__)
+    return experts.fp8_config
 
 
 def _checked(x: Any, chosen: Any, total: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

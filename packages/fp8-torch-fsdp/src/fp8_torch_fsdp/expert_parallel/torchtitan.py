@@ -74,13 +74,13 @@ def dispatch_in_codes(model: nn.Module) -> nn.Module:
         if getattr(type(dispatcher).__dict__.get("dispatch"), "__qualname__", "") != ALL_TO_ALL:
             continue
         experts = next((one for one in module.modules() if isinstance(one, Float8Experts)), None)
-        obstacle = "they are not in FP8" if experts is None else experts.fp8_config.row_codes_obstacle
-        if obstacle:
-            recipe = "" if experts is None else f" with recipe {experts.fp8_config.recipe.name!r}"
+        owner = f"The module of experts {name or type(module).__name__}"
+        if experts is None:
             raise Fp8Error(
-                f"The experts of {name or type(module).__name__}{recipe} cannot take rows that arrive as FP8 codes: "
-                f"{obstacle}. Convert them with recipe='rowwise', or leave dispatch_in_codes out."
+                f"{owner} cannot take rows that arrive as FP8 codes: its experts are not in FP8. Convert them with "
+                "recipe='rowwise', or leave dispatch_in_codes out."
             )
+        experts.fp8_config.check_row_codes(owner)
         dispatcher.__class__ = _in_codes(type(dispatcher))
         dispatcher.experts = experts
         found = True

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_common import Fp8Error, Fp8UnsupportedError, Recipe
+from fp8_common import Fp8UnsupportedError, Recipe
 from fp8_torch_fsdp.config import Float8LinearConfig
 from fp8_torch_fsdp.convert.model import convert_to_float8_training
 from fp8_torch_fsdp.expert_parallel.dispatch import dispatch_tokens
@@ -43,11 +43,7 @@ def register_fp8_dispatch(name: str = "fp8", *, recipe: str | Recipe | Mapping[s
         Fp8Error: If rows cannot arrive as codes with this recipe.
     """
     config = Float8LinearConfig(recipe=recipe, all_gather=False)  # pyrefly: ignore[bad-argument-type]
-    if config.row_codes_obstacle:
-        raise Fp8Error(
-            f"register_fp8_dispatch cannot send rows as FP8 codes with recipe {config.recipe.name!r}: "
-            f"{config.row_codes_obstacle}. Use recipe='rowwise'."
-        )
+    config.check_row_codes(name)
     EPImplementationInterface.register(name, type("Float8EP", (CodesEP,), {"fp8_config": config}))
 
 

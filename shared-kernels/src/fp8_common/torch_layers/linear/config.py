@@ -146,6 +146,18 @@ class LinearConfig:
         """
         return _row_codes_obstacle(self.recipe)
 
+    def check_row_codes(self, name: str) -> None:
+        """Raise if `name` cannot take rows that arrive as FP8 codes.
+
+        Raises:
+            Fp8Error: If there is a `row_codes_obstacle`.
+        """
+        if self.row_codes_obstacle:
+            raise Fp8Error(
+                f"{name} cannot take rows that arrive as FP8 codes with recipe {self.recipe.name!r}: "
+                f"{self.row_codes_obstacle}. Use recipe='rowwise', or send the rows in high precision."
+            )
+
     @property
     def grad_weight_casts(self) -> tuple[CastRecipe, CastRecipe]:
         """The casts of gradient and activation in the matmul that makes the weight's gradient."""

@@ -134,11 +134,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec, offsets: tor
         _check_blocks(x, weight, spec)
     if offsets is not None:
         RowGroups.check(offsets, x, weight.shape[0])
-        if isinstance(x, GatheredWeight) and (obstacle := spec.config.row_codes_obstacle):
-            raise Fp8Error(
-                f"{spec.name} cannot take rows that arrive as FP8 codes with recipe {spec.config.recipe.name!r}: "
-                f"{obstacle}. Use recipe='rowwise', or send the rows in high precision."
-            )
+        if isinstance(x, GatheredWeight):
+            spec.config.check_row_codes(spec.name)
 
 
 def _check_blocks(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec) -> None:

@@ -1,4 +1,4 @@
-"""Rows of activations that travel between ranks as FP8 codes, each row with its scale, as one message of bytes.
+"""Rows of activations that ranks send each other as FP8 codes, each row with its scale, as one message of bytes.
 
 A message is uint8 [rows, bytes]: the codes of a row, the float32 scale back from FP8, and spare bytes to a multiple of
 16, so that every row begins where memory is read in one piece. What arrives are `RowCodes`.
