@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8_common as f8
 from fp8_common import CastRecipe, Fp8Error, Recipe
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch_layers.linear import matmul
+from fp8_common.torch_layers.linear import matmul, plan
 from fp8_common.torch_layers.linear.config import LinearConfig
 from fp8_common.torch_layers.linear.function import LinearSpec, fp8_linear
 from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
@@ -204,7 +204,7 @@ def test_recipes_are_names_objects_or_dictionaries():
     assert dataclasses.replace(named, pad_inner_dim=True).recipe == named.recipe
 
 
-FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+FLOAT32, BFLOAT16, GPU = torch.float32, torch.bfloat16, torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,8 @@ def test_what_is_asked_of_a_device_with_scales_of_rows(
     monkeypatch.setattr(matmul, "_on_cuda", lambda tensor: True)
     monkeypatch.setattr(matmul, "ROWS_INTO_ALL_DTYPES", all_dtypes)
     operand = Quantized(codes, scale_inv, f8.E4M3)
-    y = matmul.matmul(operand, operand, matmul.MatmulOptions(out_dtype, emulate=False))
+    options = plan.options(LinearConfig(recipe="rowwise", emulate=False), "output", out_dtype, GPU, grouped=False)
+    y = matmul.matmul(operand, operand, options)
     assert asked == ([] if made_in is None else [made_in])
     assert y.dtype == out_dtype
     assert (y == 16).all()
@@ -263,10 +264,11 @@ def test_cutlass_takes_no_e5m2_as_second_operand(monkeypatch, capability, native
     monkeypatch.setattr(matmul, "_on_cuda", lambda tensor: True)
     a = Quantized(torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1), f8.E4M3)
     b = Quantized(torch.ones(16, 16).to(torch.float8_e5m2), torch.ones(16, 1), f8.E5M2)
-    assert (matmul.matmul(a, b, matmul.MatmulOptions(torch.float32, emulate=False)) == 16).all()
+    options = plan.options(LinearConfig(recipe="rowwise", emulate=False), "grad_weight", FLOAT32, GPU, grouped=False)
+    assert (matmul.matmul(a, b, options) == 16).all()
     assert bool(calls) is native
     calls.clear()
-    assert (matmul.matmul(b, a, matmul.MatmulOptions(torch.float32, emulate=False)) == 16).all()
+    assert (matmul.matmul(b, a, options) == 16).all()
     assert calls, "the first may be E5M2"
 
 

@@ -18,7 +18,7 @@ from fp8_common.torch.blocks import block_of
 from fp8_common.torch.compat import assume_constant_result, scaled_grouped_mm
 from fp8_common.torch.decoding import values
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch_layers.linear.matmul import ALIGNMENT, MatmulOptions, device_capability, matmul
+from fp8_common.torch_layers.linear.matmul import ALIGNMENT, MatmulOptions, device_capability, matmul, rows_library
 from fp8_common.torch_layers.linear.segments import BLOCK, PADDED, Groups, check_offsets, transposed_rows, zero_rows
 
 CAPABILITY = (9, 0)
@@ -238,7 +238,8 @@ def grouped_matmul_op(
     second = Quantized(b, b_inv, FORMATS[b_fmt], block_of(b_block))
     each = _each_over_rows if over_rows else _each_rows
     emulate, fast, inner, outer = options
-    return each(first, second, offsets, MatmulOptions(out_dtype, emulate, fast, inner, outer))
+    rows = rows_library(first.codes.device)
+    return each(first, second, offsets, MatmulOptions(out_dtype, emulate, fast, inner, outer, rows=rows))
 
 
 @operator(fake=lambda a, b, offsets: a.new_empty((offsets.shape[0], a.shape[1], b.shape[1])))

@@ -61,7 +61,7 @@ class MatmulOptions(NamedTuple):
             sizes are an error there.
         pad_outer: The same of the rows of the second operand.
         decoded: The dtype that emulated codes are decoded to, as `decoded_dtype` returns it; None asks anew.
-        rows: What multiplies with scales of rows, as `rows_library` returns it; None asks anew.
+        rows: What multiplies with scales of rows, as `rows_library` returns it; cuBLAS takes all.
     """
 
     out_dtype: torch.dtype
@@ -70,7 +70,7 @@ class MatmulOptions(NamedTuple):
     pad_inner: bool = False
     pad_outer: bool = False
     decoded: torch.dtype | None = None
-    rows: RowsLibrary | None = None
+    rows: RowsLibrary = "cublas"
 
 
 def should_emulate(device: torch.device, emulate: Literal["auto"] | bool) -> bool:
@@ -106,8 +106,9 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 @assume_constant_result
 def rows_library(device: torch.device) -> RowsLibrary:
-    """Return what multiplies with scales of rows on `device`; "" where torch has nothing for it."""
-    return multiplies_rows(device_capability(device), parse_version(torch.version.cuda))
+    """Return what multiplies with scales of rows on `device`; "" on a GPU for which torch has nothing."""
+    capability = device_capability(device)
+    return multiplies_rows(capability, parse_version(torch.version.cuda)) if capability > (0, 0) else "cublas"
 
 
 # Cached, so that it warns once for each device. Apart from the marked function, because the mark needs a plain one.
@@ -148,12 +149,11 @@ def matmul(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
         return (_matmul_blocks if native else _matmul_dequantized)(a, b, options.out_dtype)
     if options.emulate:
         return _matmul_decoded(a, b, options)
-    rows = rows_library(a.codes.device) if options.rows is None else options.rows
     # the second operand of CUTLASS is E4M3
-    takes = rows == "cublas" or (rows == "cutlass" and b.fmt.name == "e4m3")
-    if (a.scale_inv.ndim or b.scale_inv.ndim) and not takes and _on_cuda(a.codes):
+    takes = options.rows == "cublas" or (options.rows == "cutlass" and b.fmt.name == "e4m3")
+    if (a.scale_inv.ndim or b.scale_inv.ndim) and not takes:
         return _matmul_decoded(a, b, options)
-    return _matmul_scaled(a, b, options, rows)
+    return _matmul_scaled(a, b, options)
 
 
 def _matmul_decoded(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
@@ -208,7 +208,7 @@ def _dequantized(operand: Quantized) -> torch.Tensor:
     return decoded
 
 
-def _matmul_scaled(a: Quantized, b: Quantized, options: MatmulOptions, rows: RowsLibrary) -> torch.Tensor:
+def _matmul_scaled(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
     a_codes = a.codes if a.codes.is_contiguous() else row_major(a.codes)
     b_codes = b.codes if b.codes.is_contiguous() else row_major(b.codes)
     a_inv, b_inv = a.scale_inv, _as_row(b.scale_inv)
@@ -220,7 +220,7 @@ def _matmul_scaled(a: Quantized, b: Quantized, options: MatmulOptions, rows: Row
     if _on_cuda(a_codes):
         a_codes, b_codes, b_inv = _aligned(a_codes, b_codes, b_inv, options)
     made_in = options.out_dtype
-    if a_inv.ndim and rows == "cutlass" and not ROWS_INTO_ALL_DTYPES:
+    if a_inv.ndim and options.rows == "cutlass" and not ROWS_INTO_ALL_DTYPES:
         made_in = torch.bfloat16
     # It wants the second operand column-major, which the transpose of a contiguous [N, K] is.
     scaling: Scaling = "RowWise" if a_inv.ndim else "TensorWise"
