@@ -19,7 +19,7 @@ import torch
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: tables come with their pictures")
 
 from benchmarks import _plan, _runs, convergence, figures
-from benchmarks._intervals import Estimate, Fit, quantile, seeds_for
+from benchmarks._intervals import Estimate, Fit, power, quantile, seeds_for
 from benchmarks._plan import ANNEAL, RECIPES, TO_ZERO, WIRES, Spec, controlled, finished, queue
 from benchmarks._training import Training, learning_rate
 from fp8_torch_fsdp import DelayedState
@@ -306,6 +306,13 @@ def test_seeds_for_a_width_are_the_fewest():
         return quantile(4 * (n - 1), 4) * 0.416 * (4 / 3 / n) ** 0.5
 
     assert half(found) <= 0.1 < half(found - 1)
+
+
+def test_power_is_a_probability_whatever_the_effect():
+    found = [power(effect, Estimate(0.0, 1.0, 150)) for effect in np.arange(0, 12, 0.1)]
+    assert found[0] == pytest.approx(0.05)
+    assert found == sorted(found)
+    assert found[-1] == pytest.approx(1)
 
 
 def test_positive_controls_say_whether_they_are_found_and_with_which_power():
