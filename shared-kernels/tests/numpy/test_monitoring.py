@@ -207,6 +207,10 @@ def until(terminal, text, seconds=60):
     return shown
 
 
+# a process that was started in the background ignores interrupts, and so do those that it starts
+INTERRUPTIBLE = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+
+
 @pytest.mark.parametrize("rich", [True, False])
 def test_watch_follows_a_run_in_a_terminal(tmp_path, rich):
     """Before the file is there, while it grows, until the user interrupts; with and without rich."""
@@ -214,7 +218,7 @@ def test_watch_follows_a_run_in_a_terminal(tmp_path, rich):
         pytest.importorskip("rich", reason="rich is not installed: the plain table is tested alone")
     terminal, inside = pty.openpty()
     start = "" if rich else "sys.modules['rich'] = None; "
-    code = f"import sys; {start}from fp8_common import _command; sys.exit(_command.main(sys.argv[1:]))"
+    code = f"{INTERRUPTIBLE}{start}from fp8_common import _command; sys.exit(_command.main(sys.argv[1:]))"
     environment = os.environ | {"COLUMNS": "140", "LINES": "20", "TERM": "xterm-256color"}
     watcher = subprocess.Popen(
         [sys.executable, "-c", code, "watch", str(tmp_path / "run")], stdout=inside, stderr=inside, env=environment
@@ -239,7 +243,8 @@ def test_watch_follows_a_run_in_a_terminal(tmp_path, rich):
 def test_watch_prints_new_lines_where_there_is_no_terminal(tmp_path):
     log = RunLog(tmp_path)
     log.write(1, tensors())
-    command_line = [sys.executable, "-m", "fp8_common._command", "watch", str(tmp_path)]
+    code = f"{INTERRUPTIBLE}from fp8_common import _command; sys.exit(_command.main(sys.argv[1:]))"
+    command_line = [sys.executable, "-c", code, "watch", str(tmp_path)]
     with subprocess.Popen(command_line, stdout=subprocess.PIPE, text=True) as watcher:
         try:
             assert watcher.stdout.readline() == "step 1: 2 layers, 2 ok\n"
