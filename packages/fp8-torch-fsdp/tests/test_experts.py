@@ -216,7 +216,7 @@ def test_routers_stay_wide_unless_they_are_asked_for():
 
 
 def test_reports_know_the_rows_of_experts():
-    """Tests of the filter are beside it; a router decides the rows, so conversion cannot know them."""
+    """The router decides the number of rows, which is unknown at conversion."""
     low = converted(Mixture(4), "rowwise")
     assert "rows per expert" not in f8.float8_report(low).headline
     low(batch(0, 0, (100, DIM)))

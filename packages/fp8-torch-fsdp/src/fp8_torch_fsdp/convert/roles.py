@@ -37,7 +37,7 @@ class Roles(NamedTuple):
     """The modules of a model that stay in high precision by default.
 
     Attributes:
-        adapters: Modules below `lora_A`, `lora_b` and the like, which PEFT and torchtitan use as names.
+        adapters: Modules below `lora_A`, `lora_b` and other names of adapters in PEFT and torchtitan.
         routers: Modules whose weight [experts, features] chooses among experts, or [1, features] weighs shared ones.
         heads: Output heads, each with the name of the embedding that shares its weight, or "".
     """
