@@ -76,8 +76,8 @@ def test_compiled_code_launches_the_same_kernels_and_fake_tensors_none(launched)
 
 def test_opcheck_with_kernels():
     opcheck(torch.ops.fp8_common.quantize.default, (X, TWO, "e4m3"))
-    for block in ([], [1, 0], [1, 128]):
-        opcheck(torch.ops.fp8_common.quantize_dynamic.default, (X, None, None, "e4m3", POLICY, block))
+    for block in (None, [1, 0], [1, 128]):
+        opcheck(torch.ops.fp8_common.dynamic.default, (X, None, None, "e4m3", POLICY, block))
 
 
 def test_a_gpu_without_fp8_is_refused_only_on_demand(monkeypatch):

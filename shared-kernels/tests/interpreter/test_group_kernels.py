@@ -28,7 +28,7 @@ def group_of_rows(name, rows):
 )
 def test_groups_of_rows_are_cast_with_scales_of_their_own(dtype, fmt, shape, name, columns):
     x, (ends, group) = planted(shape, dtype, fmt), group_of_rows(name, shape[0])
-    found = segments.segment_amax(tensor(x), tensor(group), len(ends), per_column=columns)
+    found = segments.segment_amax(tensor(x), tensor(group), len(ends), columns)
     starts, axis = [0, *ends[:-1]], 0 if columns else None
     expected = np.stack([f8.amax(x[start:end], axis=axis) for start, end in zip(starts, ends, strict=True)])
     assert_same_bits(found, expected)

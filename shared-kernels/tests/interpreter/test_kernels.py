@@ -9,7 +9,6 @@ from fp8_common.policy import MX_MODES
 from fp8_common.testing import adversarial_amax, all_bfloat16, all_float16, assert_same_bits
 from fp8_common.testing.compare import as_numpy
 from fp8_common.torch import casts, decoding
-from fp8_common.torch._operators import policy_key
 from fp8_common.torch._triton import launch, name_of, plans
 from tests.helpers.kernel_inputs import DTYPES, FORMATS, SHAPES, calm, every_input, number, planted, tensor
 from tests.helpers.tensors import same
@@ -28,13 +27,14 @@ def test_amax_keeps_a_nan_wherever_it_is(dtype, where):
 def test_a_given_scale_one_way_and_both_and_the_amax(dtype, fmt, shape, both):
     x, scale, form = planted(shape, dtype, fmt), np.float32(0.37), f8.get_format(fmt)
     want = f8.quantize(x, scale, fmt)
-    got, amax, transposed = casts.quantize_with_amax(tensor(x), number(scale), form, both=both)
+    cast = casts.quantize_both_with_amax if both else casts.quantize_with_amax
+    got, amax, *transposed = cast(tensor(x), number(scale), form)
     assert_same_bits(amax, f8.amax(x))
     assert_same_bits(casts.amax(tensor(x)), f8.amax(x))
     for codes in (got, casts.quantize(tensor(x), number(scale), form)):
         assert_same_bits(codes, want, fmt=fmt, source=x)
     if both:
-        assert_same_bits(transposed, want.T, fmt=fmt, source=x.T)
+        assert_same_bits(transposed[0], want.T, fmt=fmt, source=x.T)
 
 
 @every_input
@@ -44,7 +44,7 @@ def test_dynamic_casts_one_way_and_both_and_the_scale_back(dtype, fmt, shape):
         want = f8.amax_to_scale(f8.amax(x), fmt) if x.size else np.float32(1)
         codes = f8.quantize(x, want, fmt)
         one, both = (casts.quantize_dynamic(tensor(x), form, f8.CANONICAL, both=both) for both in (False, True))
-        by_amax = casts.quantize_transposed_op(tensor(x), number(f8.amax(x)), fmt, policy_key(f8.CANONICAL))
+        by_amax = casts.quantize_transposed(tensor(x), number(f8.amax(x)), form, f8.CANONICAL)
         assert_same_bits(one.scale, want)
         assert_same_bits(one.codes, codes, fmt=fmt, source=x)
         for got, transposed, *scales in (both.codes, both.transposed.codes, both.scale, both.scale_inv), by_amax:

@@ -7,7 +7,6 @@ import fp8_common as f8
 from fp8_common.presets import te_delayed
 from fp8_common.testing import adversarial_amax, assert_same_bits
 from fp8_common.torch import casts, delayed
-from fp8_common.torch._operators import policy_key
 from tests import golden
 from tests.helpers.kernel_inputs import FORMATS, SEED, tensor
 
@@ -25,7 +24,7 @@ POLICIES = [*MIXED_ANSWERS, *(policy for policy in golden.POLICIES.values() if p
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_policy_on_every_kind_of_amax(fmt, policy):
     amax = adversarial_amax()
-    scale, inverse = casts.scales_op(tensor(amax), None, fmt, policy_key(policy))
+    scale, inverse = casts.scales(tensor(amax), None, f8.get_format(fmt), policy)
     assert_same_bits(scale, f8.amax_to_scale(amax, fmt, policy), source=amax)
     assert_same_bits(inverse, f8.reciprocal(f8.amax_to_scale(amax, fmt, policy)), source=amax)
     x = amax[:, None]

@@ -7,7 +7,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fp8_common as f8
 from fp8_common.testing import assert_same_bits
 from fp8_common.torch import casts, decoding, delayed
-from fp8_common.torch._operators import policy_key
 from fp8_common.torch.compat import FakeTensor
 from fp8_common.torch.rounding import pairs_table, values_table
 
@@ -32,8 +31,8 @@ def two(device):
 
 def update(device):
     some = torch.ones(2, device=device)
-    window, key = torch.ones(3, 2, device=device), policy_key(f8.presets.te_delayed())
-    return delayed.delayed_update_op(window, some, some, "e4m3,e5m2", key)
+    window = torch.ones(3, 2, device=device)
+    return delayed.delayed_update(window, some, some, "e4m3,e5m2", f8.presets.te_delayed())
 
 
 CALLS = {

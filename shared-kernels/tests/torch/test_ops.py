@@ -39,12 +39,12 @@ OPERATORS = {
     "reciprocal": (ONE,),
     "quantize": (X, ONE, "e4m3"),
     "quantize_with_amax": (X, ONE, "e4m3"),
-    "quantize_dynamic": (X, None, None, "e4m3", POLICY, []),
-    "quantize_dynamic_of_rows": (X, None, None, "e4m3", POLICY, [1, 0]),
-    "quantize_dynamic_of_columns": (X, None, None, "e4m3", POLICY, [0, 1]),
-    "quantize_dynamic_of_blocks": (X, None, None, "e4m3", POLICY, [1, 128]),
-    "quantize_dynamic_of_folded_rows": (X, torch.linspace(0.5, 2, 40), None, "e4m3", POLICY, [1, 0]),
-    "quantize_dynamic_of_groups": (X, X.abs() + 1, BITS[0, :4], "e4m3", POLICY, [1, 0]),
+    "dynamic": (X, None, None, "e4m3", POLICY, None),
+    "dynamic_of_rows": (X, None, None, "e4m3", POLICY, [1, 0]),
+    "dynamic_of_columns": (X, None, None, "e4m3", POLICY, [0, 1]),
+    "dynamic_of_blocks": (X, None, None, "e4m3", POLICY, [1, 128]),
+    "dynamic_of_folded_rows": (X, torch.linspace(0.5, 2, 40), None, "e4m3", POLICY, [1, 0]),
+    "dynamic_of_groups": (X, X.abs() + 1, BITS[0, :4], "e4m3", POLICY, [1, 0]),
     "quantize_transposed": (X, X.abs().max(), "e4m3", POLICY),
     "rows_and_columns": (X, None, "e4m3", POLICY),
     "rows_and_columns_of_folded_rows": (X, torch.linspace(0.5, 2, 40), "e4m3", POLICY),
@@ -53,27 +53,27 @@ OPERATORS = {
     "blocks_both": (X, "e4m3", POLICY, False),
     "blocks_both_of_squares": (X, "e4m3", POLICY, True),
     "quantize_mx": (X, "e4m3", "rceil"),
-    "decode": (CODES, None, "e4m3", torch.bfloat16, []),
-    "decode_with_a_scale": (CODES, ONE, "e4m3", torch.bfloat16, []),
-    "decode_of_blocks": (CODES, torch.ones(4, 1), "e4m3", torch.float32, [1, 128]),
-    "decode_of_mx": (CODES, torch.full((4, 2), 127, dtype=torch.uint8), "e4m3", torch.float32, [1, 32]),
+    "values": (CODES, "e4m3", torch.bfloat16),
+    "dequantize": (CODES, ONE, "e4m3", torch.bfloat16, None),
+    "dequantize_of_blocks": (CODES, torch.ones(4, 1), "e4m3", torch.float32, [1, 128]),
+    "dequantize_mx": (CODES, torch.full((4, 2), 127, dtype=torch.uint8), "e4m3", torch.float32),
     "foreach_amax": ([X, X[:1, :3], X[:0]],),
     "foreach_quantize": ([X, X[:1, :3], X[:0]], torch.tensor([1.0, 2.0, 3.0]), "e4m3"),
     "segment_amax": (X, torch.tensor([0, 0, 1, 2], dtype=torch.int32), 2, True),
     "group_columns": (X, GROUPS, torch.tensor([16, 32], dtype=torch.int32), 48, "e4m3", POLICY),
     "clear_rows": (torch.ones(4, 3, 2), torch.tensor([True, False, True, False])),
     "cast_transposed": (X, ONE, "e4m3"),
-    "row_major": (CODES.t(),),
+    "copied_by_rows": (CODES.t(),),
     "transposed_rows": (CODES, torch.tensor([2, -1, 0], dtype=torch.int32)),
     "transposed_rows_of_all": (CODES, None),
     "grouped_matmul": (
-        *(CODES, torch.ones(2), "e4m3", []),
-        *(WEIGHTS, torch.ones(2), "e4m3", []),
+        *(CODES, torch.ones(2), "e4m3", None),
+        *(WEIGHTS, torch.ones(2), "e4m3", None),
         *(GROUPS, False, torch.bfloat16, EMULATED),
     ),
     "grouped_matmul_between_rows": (
-        *(CODES, torch.ones(2), "e4m3", []),
-        *(f8t.quantize(X[:, :16], ONE, "e5m2").view(torch.uint8), torch.ones(2), "e5m2", []),
+        *(CODES, torch.ones(2), "e4m3", None),
+        *(f8t.quantize(X[:, :16], ONE, "e5m2").view(torch.uint8), torch.ones(2), "e5m2", None),
         *(GROUPS, True, torch.float32, EMULATED),
     ),
     "grouped_matmul_wide": (X, X[:, :16], GROUPS),
@@ -109,9 +109,7 @@ def test_delayed_update_equals_numpy_tensor_by_tensor(algo):
     rng, policy, names = np.random.default_rng(0), te_delayed(algo=algo, margin=1), ["e4m3", "e5m2", "e5m2", "e4m3"]
     history, scale = rng.random((3, 4), np.float32), rng.random(4, np.float32)
     observed = np.array([5.0, np.inf, np.nan, 0.0], np.float32)
-    got = delayed.delayed_update_op(
-        *map(torch.from_numpy, (history, observed, scale)), ",".join(names), policy_key(policy)
-    )
+    got = delayed.delayed_update(*map(torch.from_numpy, (history, observed, scale)), ",".join(names), policy)
     window, amax = f8.update_history(history, observed, algo)
     want = np.array([f8.amax_to_scale(a, n, policy, s) for a, n, s in zip(amax, names, scale, strict=True)])
     for result, definition in zip(got, (window, want), strict=True):
@@ -186,8 +184,8 @@ def test_a_compiler_sees_operators_and_gets_the_same_bits():
     for a, b in zip(got, want, strict=True):
         assert_same_bits(a, b)
         assert a.stride() == b.stride()
-    names = {"amax", "scales", "reciprocal", "quantize", "quantize_with_amax", "quantize_dynamic"}
-    assert {f"{name}.default" for name in (*names, "quantize_mx", "decode")} <= captured
+    names = {"amax", "scales", "reciprocal", "quantize", "quantize_with_amax", "dynamic"}
+    assert {f"{name}.default" for name in (*names, "quantize_mx", "values", "dequantize")} <= captured
 
 
 def test_gradients():

@@ -9,7 +9,6 @@ from fp8_common.presets import deepgemm, flax, msamp, te_current, te_delayed, to
 from fp8_common.testing import adversarial, adversarial_amax, assert_same_bits
 from fp8_common.testing.compare import as_numpy
 from fp8_common.torch import _triton, casts, delayed, numerics
-from fp8_common.torch._operators import policy_key
 from fp8_common.torch.compat import assume_constant_result
 from tests.helpers.conformance_implementations import as_tensor
 from tests.helpers.kernel_inputs import DTYPES
@@ -90,11 +89,11 @@ def test_every_cast_of_a_matrix(name, dtype, fmt):
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_a_scale_of_earlier_steps(fmt, ready, late):
     x = np.random.default_rng(2).normal(size=(48, 96)).astype(DTYPES["bfloat16"])
-    flags, policy = (torch.tensor(ready), None if late is None else torch.tensor(late)), policy_key(te_delayed())
+    flags, policy = (torch.tensor(ready), None if late is None else torch.tensor(late)), te_delayed()
 
     @compiled
     def program(x, scale, fits):
-        return delayed.cast_delayed_op(x, numerics.amax_of(x), scale, *flags, fmt, policy, fits)
+        return delayed.cast_delayed(x, numerics.amax_of(x), scale, *flags, f8.get_format(fmt), policy, fits)
 
     dynamic = f8.amax_to_scale(f8.amax(x), fmt, te_delayed())
     for earlier, fits in ((dynamic / 4, False), (dynamic / 4, True), (dynamic / 2, True)):
@@ -129,7 +128,7 @@ def test_what_is_cast_is_what_others_see():
 
     rng = np.random.default_rng(1)
     pairs = [[as_tensor(rng.normal(size=(64, 96)).astype(DTYPES[dtype])) for _ in range(2)] for dtype in [*DTYPES][:2]]
-    x, rows, y, whole, (codes, amax, _) = program(*pairs)
+    x, rows, y, whole, (codes, amax) = program(*pairs)
     assert_rows(rows, as_numpy(x), "e4m3")
     seen = as_numpy(y)
     assert_cast(whole, seen, f8.amax_to_scale(f8.amax(seen), "e4m3"), "e4m3")

@@ -1,19 +1,23 @@
-"""`operator`: a function that a compiler sees as one operator `torch.ops.fp8_common.*`.
+"""`operator`: one operation with a reference, a kernel, and a name that a compiler sees, `torch.ops.fp8_common.*`.
 
-Operators end in the code of eager mode, so compiled and eager results are the same bits. Those that only launch kernels
-are opaque on CPUs alone: compilers of GPUs see their launches. An operator's schema has no place for dataclasses:
-formats travel as names, policies as strings (`policy_key`). None has a derivative.
+Eager mode runs the kernel where it takes the tensors, and the reference elsewhere. A compiler traces the reference
+where it fuses it, and sees one operator elsewhere, which ends in the code of eager mode: compiled and eager results are
+the same bits. Those whose kernel is launched without a look at the host are opaque on CPUs alone: compilers of GPUs see
+their launches. Formats, policies and blocks are objects here, and strings and lists in schemas. None has a derivative.
 """
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 
+from fp8_common.formats import Format, get_format
 from fp8_common.policy import ScalePolicy
-from fp8_common.torch._triton import shown, sources
+from fp8_common.torch._triton import fuses, shown, sources, takes
+from fp8_common.torch.blocks import Block
 from fp8_common.torch.compat import constant_of_record, decompose
 
 NAMESPACE = "fp8_common"
@@ -22,33 +26,87 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def operator(
-    fake: Callable[..., Any], mutates: Iterable[str] = (), *, launches: bool = False
+    fake: Callable[..., Any],
+    kernel: Callable[..., Any] | None = None,
+    fits: Callable[..., bool] | None = None,
+    *,
+    traced: bool = False,
+    launches: bool | None = None,
+    mutates: Iterable[str] = (),
 ) -> Callable[[_Function], _Function]:
-    """Return a decorator: eager mode calls the function itself, a compiler the operator of its name without "_op".
+    """Return a decorator of the reference: a function of tensors, the first of which decides where it runs.
 
-    A direct call saves the operator's overhead, which is several times the work on small tensors.
+    A direct call in eager mode saves the operator's overhead, which is several times the work on small tensors.
 
     Args:
-        fake: The same function without data: what it returns has the shapes, dtypes and strides of the result.
-        mutates: The names of arguments that it writes to.
-        launches: Whether it launches kernels on GPUs and reads nothing on the host, so that compilers can launch them.
+        fake: The same function without data: what it returns has the shapes, dtypes and strides of the result. The
+            reference on fake tensors would set guards on sizes that are symbols.
+        kernel: The same function by kernels, for what `takes` accepts; None where the function decides itself.
+        fits: Whether there is a kernel for these arguments; None is always.
+        traced: Whether compilers of GPUs trace the reference, and fuse it.
+        launches: Whether compilers of GPUs launch the kernels: they must read nothing on the host. By default those of
+            `kernel`, where the reference is not traced.
+        mutates: The names of arguments that are written to.
     """
 
-    def decorate(function: _Function) -> _Function:
-        name = f"{NAMESPACE}::{function.__name__.removesuffix('_op')}"
-        made = torch.library.custom_op(name, function, mutates_args=tuple(mutates))
-        if launches:
-            decompose(made, shown(function), fake, sources, "cuda")
-        else:
-            made.register_fake(fake)
+    def decorate(reference: _Function) -> _Function:
+        signature = inspect.signature(reference)
+        parameters = list(signature.parameters.values())
+        place_of = {parameter.annotation: place for place, parameter in enumerate(parameters)}
+        fmt_place, policy_place = place_of.get(Format), place_of.get(ScalePolicy)
 
-        @functools.wraps(function)
-        def call(*args: Any, **named: Any) -> Any:
-            return made(*args, **named) if torch.compiler.is_compiling() else function(*args, **named)
+        def eager(*args: Any) -> Any:
+            if kernel is not None:
+                fmt = None if fmt_place is None else args[fmt_place]
+                policy = None if policy_place is None else args[policy_place]
+                if takes(args[0], fmt, policy) and (fits is None or fits(*args)):
+                    return kernel(*args)
+            return reference(*args)
+
+        @functools.wraps(reference)
+        def opaque(*args: Any) -> Any:
+            return eager(*map(_decoded, args, parameters))
+
+        plain = [each.replace(annotation=_IN_SCHEMAS.get(each.annotation, each.annotation)) for each in parameters]
+        opaque.__signature__ = signature.replace(parameters=plain)  # pyrefly: ignore[missing-attribute]
+        made = torch.library.custom_op(f"{NAMESPACE}::{reference.__name__}", opaque, mutates_args=tuple(mutates))
+
+        def fake_of(*args: Any) -> Any:
+            return fake(*map(_decoded, args, parameters))
+
+        if (kernel is not None and not traced) if launches is None else launches:
+            decompose(made, shown(opaque), fake_of, sources, "cuda")
+        else:
+            made.register_fake(fake_of)
+
+        @functools.wraps(reference)
+        def call(*args: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                return eager(*args)
+            return reference(*args) if traced and fuses(args[0]) else made(*[_encoded(each) for each in args])
 
         return call  # pyrefly: ignore[bad-return]
 
     return decorate
+
+
+_IN_SCHEMAS = {Format: str, ScalePolicy: str, Block: list[int] | None}
+"""What stands for types that schemas do not know."""
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, Format):
+        return value.name
+    return policy_key(value) if isinstance(value, ScalePolicy) else value
+
+
+def _decoded(value: Any, parameter: inspect.Parameter) -> Any:
+    annotation = parameter.annotation
+    if annotation is Format:
+        return get_format(value)
+    if annotation is ScalePolicy:
+        return policy_of_key(value)
+    return tuple(value) if isinstance(value, list) and annotation == Block else value
 
 
 @constant_of_record

@@ -1,9 +1,9 @@
 """How a cast runs: by a Triton kernel, traced so that a compiler fuses it, or as torch's own operations.
 
 `takes` says which tensors go to the kernels; `FP8_COMMON_BACKEND` chooses: "auto" takes them for CUDA tensors on
-compute capability 8.9 and newer, "triton" refuses where it cannot, "reference" never does. `fuses` and `hides` say what
-a compiler sees: operations that it fuses with their neighbours, or one operator, which ends in the code of eager mode.
-Of operators that only launch kernels, compilers see the launches (`shown`). The bits are the same each way.
+compute capability 8.9 and newer, "triton" refuses where it cannot, "reference" never does. `fuses` says what a compiler
+sees: operations that it fuses with their neighbours, or else one operator, which ends in the code of eager mode. Of
+operators that only launch kernels, compilers see the launches (`shown`). The bits are the same each way.
 """
 
 import hashlib
@@ -103,9 +103,9 @@ def fuses(x: torch.Tensor) -> bool:
     return torch.compiler.is_compiling() and rounds_once(x.device.type, x.device.index)
 
 
-def hides(x: torch.Tensor) -> bool:
-    """Return whether a compiler traces now, and casts of `x` are opaque operators to it."""
-    return torch.compiler.is_compiling() and not rounds_once(x.device.type, x.device.index)
+def launches(x: torch.Tensor, fmt: Format | None = None, policy: ScalePolicy | None = None) -> bool:
+    """Return whether kernels cast `x`: now, or those that compiled code will launch."""
+    return fuses(x) or takes(x, fmt, policy)
 
 
 @assume_constant_result

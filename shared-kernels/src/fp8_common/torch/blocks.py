@@ -11,11 +11,6 @@ Block = tuple[int, int] | None
 """(rows, columns) that share a scale, in the last two dimensions; 0 is the whole side, None the whole tensor."""
 
 
-def block_of(sizes: Sequence[int]) -> Block:
-    """Return the block that stands as a list in an operator's arguments; an empty one is None."""
-    return (sizes[0], sizes[1]) if sizes else None
-
-
 def broadcasts(block: Block) -> bool:
     """Return whether scales broadcast to the tensor: each dimension has one scale, or one for each element."""
     return block is None or max(block) < 2

@@ -1,8 +1,8 @@
 """Casts of tensors to FP8 and back, for every block that shares a scale. Here, and here alone, is decided how one runs.
 
-In eager mode a kernel casts what `takes` accepts, and torch's own operations the rest. A compiler of a GPU traces the
-same operations and fuses them (`fuses`); elsewhere it sees operators (`hides`), which end in the code of eager
-mode. The bits are the same each way. Formats and policies are objects; operators take their names.
+Each is an `operator`: a kernel casts what it takes, and torch's own operations, the reference, the rest. A compiler of
+a GPU fuses the reference, or launches the kernels where one launch writes what two matmuls need; elsewhere it sees
+operators, which end in the code of eager mode. The bits are the same each way.
 """
 
 from typing import Any
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from fp8_common._reference.quantize import MX_BLOCK
-from fp8_common.formats import Format, get_data_format
+from fp8_common.formats import Format
 from fp8_common.policy import ScalePolicy
 from fp8_common.torch import numerics, rounding
-from fp8_common.torch._operators import operator, policy_key, policy_of_key
-from fp8_common.torch._triton import dense, fuses, hides, launch, matrix_of, name_of, plans, takes
-from fp8_common.torch.blocks import Block, amax_by, block_of, broadcasts, expand_blocks, scale_shape
+from fp8_common.torch._operators import operator
+from fp8_common.torch._triton import dense, fuses, launch, launches, matrix_of, name_of, plans, takes
+from fp8_common.torch.blocks import Block, amax_by, broadcasts, expand_blocks, scale_shape
 from fp8_common.torch.kept import (
     BLOCKS,
     BlocksCast,
@@ -32,22 +32,11 @@ from fp8_common.torch.numerics import amax_of, as_float32, divide, torch_dtype
 from fp8_common.torch.quantized import Quantized
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 # ---------------------------------------------------------------- amax and scales
-
-
-def amax(x: torch.Tensor) -> torch.Tensor:
-    """Return max |x| over all elements as a float32 scalar tensor: NaN wins, then infinity; 0 for an empty one."""
-    if hides(x):
-        return amax_op(x)
-    return _amax_bits(x).view(torch.float32).view(()) if takes(x) else amax_of(x)
-
-
-@operator(fake=lambda x: x.new_empty((), dtype=torch.float32))
-def amax_op(x: torch.Tensor) -> torch.Tensor:
-    """Return `amax`."""
-    return amax(x)
 
 
 def _amax_bits(x: torch.Tensor) -> torch.Tensor:
@@ -56,82 +45,80 @@ def _amax_bits(x: torch.Tensor) -> torch.Tensor:
     return key
 
 
-def scale_from_amax(
-    amax: torch.Tensor, fmt: Format, policy: ScalePolicy, prev: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the float32 scale into FP8, of the shape of `amax`; `prev` is used where `amax` says nothing."""
-    if torch.compiler.is_compiling():
-        return scales_op(amax, prev, fmt.name, policy_key(policy))[0]
-    if prev is None and takes(amax, fmt, policy):
-        return _scales_by_kernel(amax, fmt, policy)[0]
-    return numerics.scale_from_amax(amax, fmt, policy, prev)
-
-
 @operator(
-    fake=lambda amax, *_: (torch.empty_like(amax, dtype=torch.float32), torch.empty_like(amax, dtype=torch.float32)),
-    launches=True,
+    lambda x: x.new_empty((), dtype=torch.float32),
+    lambda x: _amax_bits(x).view(torch.float32).view(()),
+    traced=True,
 )
-def scales_op(amax: torch.Tensor, prev: torch.Tensor | None, fmt: str, policy: str) -> Pair:
-    """Return the scales into and back from FP8, of the shape of `amax`."""
-    form, rule = get_data_format(fmt), policy_of_key(policy)
-    if prev is None and takes(amax, form, rule):
-        return _scales_by_kernel(amax, form, rule)
-    scale = numerics.scale_from_amax(amax, form, rule, prev)
-    return scale, divide(1.0, scale)
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """Return max |x| over all elements as a float32 scalar tensor: NaN wins, then infinity; 0 for an empty one."""
+    return amax_of(x)
 
 
-def _scales_by_kernel(amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Pair:
+def _scales_by_kernel(amax: torch.Tensor, prev: None, fmt: Format, policy: ScalePolicy) -> Pair:
     plan = plans().scales_of_amax(amax.numel(), fmt, policy)
     scale, scale_inv = launch(plan, amax.device, amax_ptr=as_float32(amax, "amax").contiguous())
     return scale.view(amax.shape), scale_inv.view(amax.shape)
 
 
+@operator(
+    lambda amax, *_: (torch.empty_like(amax, dtype=torch.float32), torch.empty_like(amax, dtype=torch.float32)),
+    _scales_by_kernel,
+    lambda amax, prev, *_: prev is None,
+)
+def scales(amax: torch.Tensor, prev: torch.Tensor | None, fmt: Format, policy: ScalePolicy) -> Pair:
+    """Return the scales into and back from FP8, of the shape of `amax`; `prev` is used where `amax` says nothing."""
+    scale = numerics.scale_from_amax(amax, fmt, policy, prev)
+    return scale, divide(1.0, scale)
+
+
+def scale_from_amax(
+    amax: torch.Tensor, fmt: Format, policy: ScalePolicy, prev: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the float32 scale into FP8, of the shape of `amax`; `prev` is used where `amax` says nothing."""
+    if torch.compiler.is_compiling() or (prev is None and takes(amax, fmt, policy)):
+        return scales(amax, prev, fmt, policy)[0]
+    return numerics.scale_from_amax(amax, fmt, policy, prev)
+
+
+@operator(torch.empty_like, traced=True)
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
     """Return RN32(1 / scale), IEEE division, of the shape of float32 `scale`."""
-    return reciprocal_op(scale) if hides(scale) else divide(1.0, scale)
-
-
-@operator(fake=torch.empty_like)
-def reciprocal_op(scale: torch.Tensor) -> torch.Tensor:
-    """Return `reciprocal`."""
     return divide(1.0, scale)
 
 
 # ---------------------------------------------------------------- with a given scale
 
 
+def _by_given_scale(
+    x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, with_amax: bool = False, both: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Launch the cast with one given scale: codes, those transposed if `both`, int32 amax bits [1] if `with_amax`."""
+    scale = scale.float().contiguous()
+    if both:
+        plan = plans().cast_transpose(*x.shape, name_of(x.dtype), fmt, with_amax=with_amax)
+        return launch(plan, x.device, x_ptr=x, scale_ptr=scale)
+    plan = plans().cast(x.numel(), name_of(x.dtype), fmt, with_amax=with_amax)
+    codes = torch.empty_like(x, dtype=torch_dtype(fmt))
+    return launch(plan, x.device, x_ptr=dense(x), scale_ptr=scale, y_ptr=codes)
+
+
+@operator(
+    lambda x, scale, fmt, *_: torch.empty_like(x, dtype=torch_dtype(fmt)),
+    lambda x, scale, fmt, *_: _by_given_scale(x, scale, fmt)[0],
+    # A scale [1, 1] for x [n] makes the result a matrix by broadcasting, which the kernel does not.
+    lambda x, scale, *_: scale.numel() == 1 and scale.ndim <= x.ndim,
+    traced=True,
+)
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tensor | None = None) -> torch.Tensor:
     """Return RN_fmt(RN32(x * scale)) in the format's dtype; float32 `scale` broadcasts to `x`.
 
     Absolute maxima of all of `x`, where they are known, may save a pass.
     """
-    if torch.compiler.is_compiling():
-        return rounding.quantize(x, scale, fmt) if fuses(x) else quantize_op(x, scale, fmt.name)
-    # A scale [1, 1] for x [n] makes the result a matrix by broadcasting, which the kernel does not.
-    if takes(x, fmt) and scale.numel() == 1 and scale.ndim <= x.ndim:
-        return _by_given_scale(x, scale, fmt)[0]
     return rounding.quantize(x, scale, fmt, amax)
 
 
-def quantize_both(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return `quantize` with one scale, and where one launch writes both, the codes transposed and contiguous."""
-    if x.ndim == 2 and x.is_contiguous():
-        if fuses(x):
-            return cast_transposed_op(x, scale, fmt.name)
-        if takes(x, fmt):
-            codes, transposed = _by_given_scale(x, scale, fmt, both=True)
-            return codes, transposed
-    return quantize(x, scale, fmt), None
-
-
-@operator(fake=lambda x, scale, fmt: _fake_transposed(x, fmt), launches=True)
-def cast_transposed_op(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> Pair:
-    """Return codes [M, N] of x [M, N], made with one scale, and the same [N, M]."""
-    codes, transposed = quantize_both(x, scale, get_data_format(fmt))
-    return codes, _turned(codes) if transposed is None else transposed
-
-
-def _fake_transposed(x: torch.Tensor, fmt: str) -> Pair:
+def _fake_transposed(x: torch.Tensor, fmt: Format) -> Pair:
     codes, transposed = (x.new_empty(shape, dtype=torch_dtype(fmt)) for shape in (x.shape, x.shape[::-1]))
     return codes, transposed
 
@@ -141,51 +128,55 @@ def _turned(codes: torch.Tensor) -> torch.Tensor:
     return codes.view(torch.uint8).mT.contiguous().view(codes.dtype)
 
 
-@operator(fake=lambda x, scale, fmt: torch.empty_like(x, dtype=torch_dtype(fmt)))
-def quantize_op(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
-    """Return `quantize`."""
-    return quantize(x, scale, get_data_format(fmt))
+@operator(
+    lambda x, scale, fmt: _fake_transposed(x, fmt),
+    lambda x, scale, fmt: _by_given_scale(x.contiguous(), scale, fmt, both=True),
+)
+def cast_transposed(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Pair:
+    """Return codes [M, N] of x [M, N], made with one scale, and the same [N, M]."""
+    codes = quantize(x.contiguous(), scale, fmt)
+    return codes, _turned(codes)
 
 
-def quantize_with_amax(
-    x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, both: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return codes made with one given float32 scale, and max |x| (float32 scalar): delayed scaling in one pass.
+def quantize_both(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return `quantize` with one scale, and where one launch writes both, the codes transposed and contiguous."""
+    if _is_matrix(x) and launches(x, fmt):
+        return cast_transposed(x, scale, fmt)
+    return quantize(x, scale, fmt), None
 
-    With `both`, also the codes of a matrix transposed and contiguous, where one kernel writes both; else None.
-    """
-    if hides(x):
-        return *quantize_with_amax_op(x, scale, fmt.name), None
-    if fuses(x):
-        # One launch that writes both ways moves less than a compiler's code, which stores transposed bytes one by one.
-        codes, transposed = quantize_both(x, scale, fmt) if both else (rounding.quantize(x, scale, fmt), None)
-        return codes, amax_of(x), transposed
-    if not takes(x, fmt):
-        largest = amax_of(x)
-        return rounding.quantize(x, scale, fmt, largest), largest, None
-    codes, *transposed, key = _by_given_scale(x, scale, fmt, with_amax=True, both=both)
-    return codes, key.view(torch.float32).view(()), transposed[0] if transposed else None
+
+def _is_matrix(x: torch.Tensor) -> bool:
+    return x.ndim == 2 and x.is_contiguous()
+
+
+def _with_amax_by_kernel(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Pair:
+    codes, key = _by_given_scale(x, scale, fmt, with_amax=True)
+    return codes, key.view(torch.float32).view(())
 
 
 @operator(
-    fake=lambda x, scale, fmt: (torch.empty_like(x, dtype=torch_dtype(fmt)), x.new_empty((), dtype=torch.float32))
+    lambda x, scale, fmt: (torch.empty_like(x, dtype=torch_dtype(fmt)), x.new_empty((), dtype=torch.float32)),
+    _with_amax_by_kernel,
+    traced=True,
 )
-def quantize_with_amax_op(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> Pair:
-    """Return `quantize_with_amax`, without a transpose."""
-    return quantize_with_amax(x, scale, get_data_format(fmt))[:2]
+def quantize_with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Pair:
+    """Return codes made with one given float32 scale, and max |x| (float32 scalar): delayed scaling in one pass."""
+    largest = amax_of(x)
+    return rounding.quantize(x, scale, fmt, largest), largest
 
 
-def _by_given_scale(
-    x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, with_amax: bool = False, both: bool = False
-) -> tuple[torch.Tensor, ...]:
-    """Launch the cast with one given scale: codes, those transposed if `both`, int32 amax bits [1] if `with_amax`."""
-    scale = scale.float().contiguous()
-    if both and x.ndim == 2 and x.is_contiguous():
-        plan = plans().cast_transpose(*x.shape, name_of(x.dtype), fmt, with_amax=with_amax)
-        return launch(plan, x.device, x_ptr=x, scale_ptr=scale)
-    plan = plans().cast(x.numel(), name_of(x.dtype), fmt, with_amax=with_amax)
-    codes = torch.empty_like(x, dtype=torch_dtype(fmt))
-    return launch(plan, x.device, x_ptr=dense(x), scale_ptr=scale, y_ptr=codes)
+def quantize_both_with_amax(
+    x: torch.Tensor, scale: torch.Tensor, fmt: Format
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return `quantize_with_amax`, and where one launch writes both, the codes transposed and contiguous."""
+    if not (_is_matrix(x) and launches(x, fmt)):
+        return *quantize_with_amax(x, scale, fmt), None
+    if torch.compiler.is_compiling():
+        # One launch that writes both ways moves less than a compiler's code, which stores transposed bytes one by one.
+        codes, transposed = cast_transposed(x, scale, fmt)
+        return codes, amax_of(x), transposed
+    codes, transposed, key = _by_given_scale(x, scale, fmt, with_amax=True, both=True)
+    return codes, key.view(torch.float32).view(()), transposed
 
 
 # ---------------------------------------------------------------- with scales of its own amax
@@ -210,7 +201,7 @@ def quantize_dynamic(
         block: What shares a scale.
         fold: float32 [columns]: casts float32(x) * fold instead, with a scale for each row.
         groups: int32 [rows], which names a row of `fold`, then [groups, columns], for each row of `x`.
-        both: Also cast the transpose of a matrix, without `fold`, where kernels make both from one or two reads.
+        both: Also cast the transpose of a matrix, where kernels make both from one or two reads.
 
     Returns:
         The cast; its scales have the shape `blocks.scale_shape(x.shape, block)`.
@@ -219,43 +210,32 @@ def quantize_dynamic(
         rows = quantize_dynamic(x.flatten(-2), fmt, policy, (1, 0))
         return _quantized(rows.codes.view(x.shape), rows.scale[..., None], rows.scale_inv[..., None], fmt)
     if policy.formula == "e8m0" and block == MX_BLOCK:
-        codes, scales = quantize_mx(x, fmt, policy.mx_mode)
-        scales = scales.view(torch.uint8)
-        return _quantized(codes, numerics.scale_of_e8m0(scales), numerics.scale_inv_of_e8m0(scales), fmt, block)
-    compiling = torch.compiler.is_compiling()
-    if compiling and both and block is not None and block in BLOCKS.values() and fuses(x) and has_both(x):
-        return of_blocks(fmt, block, *blocks_both_op(x, fmt.name, policy_key(policy), block[0] != 1))
-    # Of groups, a compiler would store the folded float32 values.
-    if compiling and (not broadcasts(block) or groups is not None or hides(x)):
-        made = quantize_dynamic_op(x, fold, groups, fmt.name, policy_key(policy), list(block or ()))
-        return _quantized(*made, fmt, block)
-    if compiling and both and block is None and x.ndim == 2 and x.is_contiguous():
-        # The amax becomes a part of what makes x. One launch that writes both ways moves less than what compilers make
-        # of it: they cast once more for the backward.
-        return _of_both(*quantize_transposed_op(x, amax_of(x), fmt.name, policy_key(policy)), fmt)
-    if compiling and both and block == (1, 0) and has_both(x):
-        # As eager mode does. A compiler's kernel for both loops over rows: it keeps float32 values in memory meanwhile,
-        # and stores transposed codes byte by byte.
-        codes, transposed, _, scale_inv = rows_and_columns_op(x, fold, fmt.name, policy_key(policy))
-        return of_both(fmt, codes, transposed, *scale_inv[:, None].split(x.shape))
-    if not compiling and takes(x, fmt, policy):
-        made = _by_kernels(x, fmt, policy, block, fold, groups, both=both)
-        if made is not None:
-            return made
-    # what eager mode does without kernels, and what a compiler fuses
-    value = x
-    if fold is not None:
-        value = as_float32(x.contiguous()) * (fold if groups is None else fold.index_select(0, groups))
-    if not compiling:
-        return PlainCast(x.shape, fmt, policy, block)(value)
-    largest = amax_by(value, block)
-    if block is None or x.stride(-1) != 1:
-        # one launch for all; of rows that are read as they lie, the kernel that finds an amax casts, too
-        scale, scale_inv = scales_op(largest, None, fmt.name, policy_key(policy))
-    else:
-        scale = numerics.scale_from_amax(largest, fmt, policy)
-        scale_inv = divide(1.0, scale)
-    return _quantized(rounding.quantize(value, scale, fmt, largest), scale, scale_inv, fmt, block)
+        codes, codes_of_scales = quantize_mx(x, fmt, policy.mx_mode)
+        e8m0 = codes_of_scales.view(torch.uint8)
+        return _quantized(codes, numerics.scale_of_e8m0(e8m0), numerics.scale_inv_of_e8m0(e8m0), fmt, block)
+    if both and groups is None and launches(x, fmt, policy):
+        if block is None and _is_matrix(x):
+            return _both_tensorwise(x, fmt, policy)
+        if block == (1, 0) and has_both(x):
+            # A compiler's kernel for both loops over rows: it keeps float32 values in memory meanwhile, and stores
+            # transposed codes byte by byte.
+            codes, transposed, _, scale_inv = rows_and_columns(x, fold, fmt, policy)
+            return of_both(fmt, codes, transposed, *scale_inv[:, None].split(x.shape))
+        if block is not None and block in BLOCKS.values() and has_both(x):
+            return of_blocks(fmt, block, *blocks_both(x, fmt, policy, block[0] != 1))
+    # Of groups, a compiler would store the folded float32 values; scales of blocks it would repeat.
+    cast: Any = _dynamic if fuses(x) and broadcasts(block) and groups is None else dynamic
+    codes, scale, scale_inv = cast(x, fold, groups, fmt, policy, block)
+    return _quantized(codes, scale, scale_inv, fmt, block)
+
+
+def _both_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Quantized:
+    if not torch.compiler.is_compiling():
+        return TensorwiseCast(x.shape, x.dtype, fmt, policy, with_scale=True)(x)
+    # The amax becomes a part of what makes x. One launch that writes both ways moves less than what compilers make of
+    # it: they cast once more for the backward.
+    codes, transposed, scale, scale_inv = quantize_transposed(x, amax_of(x), fmt, policy)
+    return Quantized(codes, scale_inv, fmt, None, Quantized(transposed, scale_inv, fmt, scale=scale), scale)
 
 
 def _quantized(
@@ -264,111 +244,122 @@ def _quantized(
     return Quantized(codes, scale_inv, fmt, None if broadcasts(block) else block, scale=scale)
 
 
-def _of_both(
-    codes: torch.Tensor, transposed: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, fmt: Format
-) -> Quantized:
-    """Return codes that were made with one scale both ways."""
-    return Quantized(codes, scale_inv, fmt, None, Quantized(transposed, scale_inv, fmt, scale=scale), scale)
+def _dynamic(
+    x: torch.Tensor,
+    fold: torch.Tensor | None,
+    groups: torch.Tensor | None,
+    fmt: Format,
+    policy: ScalePolicy,
+    block: Block,
+) -> Triple:
+    """Do what `dynamic` does by torch's operations."""
+    value = x
+    if fold is not None:
+        value = as_float32(x.contiguous()) * (fold if groups is None else fold.index_select(0, groups))
+    if not torch.compiler.is_compiling():
+        made = PlainCast(x.shape, fmt, policy, block)(value)
+        return made.codes, made.scale, made.scale_inv
+    largest = amax_by(value, block)
+    if block is None or x.stride(-1) != 1:
+        # one launch for all; of rows that are read as they lie, the kernel that finds an amax casts, too
+        scale, scale_inv = scales(largest, None, fmt, policy)
+    else:
+        scale = numerics.scale_from_amax(largest, fmt, policy)
+        scale_inv = divide(1.0, scale)
+    return rounding.quantize(value, scale, fmt, largest), scale, scale_inv
 
 
 def _fake_dynamic(
-    x: torch.Tensor, fold: torch.Tensor | None, groups: torch.Tensor | None, fmt: str, policy: str, block: list[int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    shape = scale_shape(x.shape, block_of(block))
+    x: torch.Tensor, fold: torch.Tensor | None, groups: object, fmt: Format, policy: object, block: Block
+) -> Triple:
+    shape = scale_shape(x.shape, block)
     like = x if fold is None else x.new_empty(x.shape)
     scale, scale_inv = (x.new_empty(shape, dtype=torch.float32) for _ in range(2))
     return torch.empty_like(like, dtype=torch_dtype(fmt)), scale, scale_inv
 
 
-@operator(fake=_fake_dynamic, launches=True)
-def quantize_dynamic_op(
-    x: torch.Tensor, fold: torch.Tensor | None, groups: torch.Tensor | None, fmt: str, policy: str, block: list[int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return `quantize_dynamic`; an empty `block` stands for None."""
-    made = quantize_dynamic(x, get_data_format(fmt), policy_of_key(policy), block_of(block), fold=fold, groups=groups)
-    return made.codes, made.scale, made.scale_inv
-
-
-@operator(
-    fake=lambda x, amax, fmt, policy: (*_fake_transposed(x, fmt), *(amax.new_empty(()) for _ in range(2))),
-    launches=True,
-)
-def quantize_transposed_op(
-    x: torch.Tensor, amax: torch.Tensor, fmt: str, policy: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return codes [M, N] of x [M, N], the same [N, M], and the scalar scales that follow from float32 `amax`."""
-    form, rule = get_data_format(fmt), policy_of_key(policy)
-    if takes(x, form, rule):
-        # an amax has no sign, so its bits are those that kernels take
-        cast = TensorwiseCast(x.shape, x.dtype, form, rule, with_scale=True, one=(1,))
-        made: Any = cast.by(x.contiguous(), {"scale_ptr": amax.view(torch.int32).reshape(1)})
-        return made.codes, made.transposed.codes, made.scale.view(()), made.scale_inv.view(())
-    scale = numerics.scale_from_amax(amax, form, rule)
-    codes = rounding.quantize(x.contiguous(), scale, form)
-    return codes, _turned(codes), scale, divide(1.0, scale)
+def _has_kernel(x: torch.Tensor, fold: object, groups: object, fmt: object, policy: object, block: Block) -> bool:
+    """Return whether there is a kernel for this block and these strides."""
+    if block is None:
+        return True
+    if block == (1, 0):
+        return x.numel() > 0 and (fold is not None or x.is_contiguous())
+    return block in BLOCKS.values() and _readable(x) and (block[0] == 1 or x.ndim == 2)
 
 
 def _by_kernels(
     x: torch.Tensor,
+    fold: torch.Tensor | None,
+    groups: torch.Tensor | None,
     fmt: Format,
     policy: ScalePolicy,
     block: Block,
-    fold: torch.Tensor | None,
-    groups: torch.Tensor | None,
-    *,
-    both: bool,
-) -> Quantized | None:
-    """Return what kernels make, or None where there is none for this block and these strides."""
-    dtype, is_matrix = name_of(x.dtype), x.ndim == 2 and x.is_contiguous()
+) -> Triple:
+    dtype = name_of(x.dtype)
     if block is None:
-        if both and is_matrix:
-            return TensorwiseCast(x.shape, x.dtype, fmt, policy, with_scale=True)(x)
         bits = _amax_bits(x)
         plan, codes = plans().cast(x.numel(), dtype, fmt, policy=policy), torch.empty_like(x, dtype=torch_dtype(fmt))
         given = {"x_ptr": dense(x), "scale_ptr": bits, "y_ptr": codes, "scale_out_ptr": _scale_of_empty(x)}
         _, scale = launch(plan, x.device, **given)
-        return _quantized(codes, scale.view(()), torch.reciprocal(scale).view(()), fmt)
-    if block == (1, 0) and x.numel() and (fold is not None or x.is_contiguous()):
-        if both and has_both(x):
-            kept = RowsCast(x.shape, x.dtype, fmt, policy, fold=fold is not None)
-            return kept(x, fold=None if fold is None else fold.contiguous())
+        return codes, scale.view(()), torch.reciprocal(scale).view(())
+    if block == (1, 0):
         x = x.contiguous()
-        given = {"fold": fold is not None, "groups": groups is not None}
-        plan = plans().rowwise(*matrix_of(x), dtype, fmt, policy, **given)
+        plan = plans().rowwise(*matrix_of(x), dtype, fmt, policy, fold=fold is not None, groups=groups is not None)
         folds = None if fold is None else fold.contiguous()
         made = launch(plan, x.device, x_ptr=x, fold_ptr=folds, group_ptr=groups)
-    elif block == (1, 128) or (block == (128, 128) and x.ndim == 2):
-        if not _readable(x):
-            return None
-        if both and has_both(x):
-            return BlocksCast(x.shape, x.dtype, fmt, policy, block)(x)
-        made = launch(plans().blockwise(*matrix_of(x), dtype, fmt, block[0], policy), x.device, x_ptr=x)
     else:
-        return None
+        made = launch(plans().blockwise(*matrix_of(x), dtype, fmt, block[0], policy), x.device, x_ptr=x)
     codes, scale, scale_inv = made
     shape = scale_shape(x.shape, block)
-    return _quantized(codes.view(x.shape), scale.view(shape), scale_inv.view(shape), fmt, block)
+    return codes.view(x.shape), scale.view(shape), scale_inv.view(shape)
 
 
-def _fake_rows_and_columns(
-    x: torch.Tensor, fold: torch.Tensor | None, fmt: str, policy: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    codes, transposed = (x.new_empty(shape, dtype=torch_dtype(fmt)) for shape in (x.shape, x.shape[::-1]))
+@operator(_fake_dynamic, _by_kernels, _has_kernel)
+def dynamic(
+    x: torch.Tensor,
+    fold: torch.Tensor | None,
+    groups: torch.Tensor | None,
+    fmt: Format,
+    policy: ScalePolicy,
+    block: Block,
+) -> Triple:
+    """Return the codes of `quantize_dynamic`, one way, and its scales into and back from FP8."""
+    return _dynamic(x, fold, groups, fmt, policy, block)
+
+
+def _transposed_by_kernel(x: torch.Tensor, amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Four:
+    # an amax has no sign, so its bits are those that kernels take
+    cast = TensorwiseCast(x.shape, x.dtype, fmt, policy, with_scale=True, one=(1,))
+    made: Any = cast.by(x.contiguous(), {"scale_ptr": amax.view(torch.int32).reshape(1)})
+    return made.codes, made.transposed.codes, made.scale.view(()), made.scale_inv.view(())
+
+
+@operator(
+    lambda x, amax, fmt, policy: (*_fake_transposed(x, fmt), amax.new_empty(()), amax.new_empty(())),
+    _transposed_by_kernel,
+)
+def quantize_transposed(x: torch.Tensor, amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Four:
+    """Return codes [M, N] of x [M, N], the same [N, M], and the scalar scales that follow from float32 `amax`."""
+    scale = numerics.scale_from_amax(amax, fmt, policy)
+    codes = rounding.quantize(x.contiguous(), scale, fmt)
+    return codes, _turned(codes), scale, divide(1.0, scale)
+
+
+def _fake_rows_and_columns(x: torch.Tensor, fold: object, fmt: Format, policy: object) -> Four:
     scale, scale_inv = (x.new_empty(sum(x.shape), dtype=torch.float32) for _ in range(2))
-    return codes, transposed, scale, scale_inv
+    return *_fake_transposed(x, fmt), scale, scale_inv
 
 
-@operator(fake=_fake_rows_and_columns, launches=True)
-def rows_and_columns_op(
-    x: torch.Tensor, fold: torch.Tensor | None, fmt: str, policy: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _rows_and_columns_by_kernels(x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, policy: ScalePolicy) -> Any:
+    kept = RowsCast(x.shape, x.dtype, fmt, policy, fold=fold is not None)
+    return kept.raw(x.contiguous(), None if fold is None else fold.contiguous())
+
+
+@operator(_fake_rows_and_columns, _rows_and_columns_by_kernels)
+def rows_and_columns(x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, policy: ScalePolicy) -> Four:
     """Return `RowsCast.raw`: codes [M, N] of x * fold, those of x^T, and scales of rows, then columns, both ways."""
-    form, rule = get_data_format(fmt), policy_of_key(policy)
-    if takes(x, form, rule):
-        kept: Any = RowsCast(x.shape, x.dtype, form, rule, fold=fold is not None)
-        return kept.raw(x.contiguous(), None if fold is None else fold.contiguous())
-    rows = quantize_dynamic(x, form, rule, (1, 0), fold=fold)
-    columns = quantize_dynamic(x.t().contiguous(), form, rule, (1, 0))
+    rows = quantize_dynamic(x, fmt, policy, (1, 0), fold=fold)
+    columns = quantize_dynamic(x.t().contiguous(), fmt, policy, (1, 0))
     scale = torch.cat([rows.scale.view(-1), columns.scale.view(-1)])
     scale_inv = torch.cat([rows.scale_inv.view(-1), columns.scale_inv.view(-1)])
     return rows.codes, columns.codes, scale, scale_inv
@@ -376,51 +367,44 @@ def rows_and_columns_op(
 
 def quantize_turned_rows(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Quantized:
     """Return codes with a scale for each row, and where one launch writes both, the same transposed."""
-    if not has_both(x, stacks=True) or policy.formula == "e8m0":
-        return quantize_dynamic(x, fmt, policy, (1, 0))
-    if fuses(x):
-        return of_turned_rows(fmt, *turned_rows_op(x, fmt.name, policy_key(policy)))
-    if takes(x, fmt, policy):
-        return TurnedRowsCast(x.shape, x.dtype, fmt, policy)(x)
+    if has_both(x, stacks=True) and policy.formula != "e8m0" and launches(x, fmt, policy):
+        return of_turned_rows(fmt, *turned_rows(x, fmt, policy))
     return quantize_dynamic(x, fmt, policy, (1, 0))
 
 
-@operator(
-    fake=lambda x, fmt, policy: (
-        *(x.new_empty(shape, dtype=torch_dtype(fmt)) for shape in (x.shape, x.mT.shape)),
-        x.new_empty(x.shape[:-1], dtype=torch.float32),
-    ),
-    launches=True,
-)
-def turned_rows_op(x: torch.Tensor, fmt: str, policy: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake_turned_rows(x: torch.Tensor, fmt: Format, policy: object) -> Triple:
+    codes, turned = (x.new_empty(shape, dtype=torch_dtype(fmt)) for shape in (x.shape, x.mT.shape))
+    return codes, turned, x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _turned_rows_by_kernel(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Any:
+    return TurnedRowsCast(x.shape, x.dtype, fmt, policy).raw(x.contiguous())
+
+
+@operator(_fake_turned_rows, _turned_rows_by_kernel)
+def turned_rows(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Triple:
     """Return `TurnedRowsCast.raw`: codes of x [..., M, N], the same [..., N, M], and float32 scales back [..., M]."""
-    form, rule = get_data_format(fmt), policy_of_key(policy)
-    x = x.contiguous()
-    if takes(x, form, rule):
-        kept: Any = TurnedRowsCast(x.shape, x.dtype, form, rule)
-        return kept.raw(x)
-    made = quantize_dynamic(x, form, rule, (1, 0))
+    made = quantize_dynamic(x.contiguous(), fmt, policy, (1, 0))
     return made.codes, _turned(made.codes), made.scale_inv.squeeze(-1)
 
 
-def _fake_blocks_both(x: torch.Tensor, fmt: str, policy: str, square: bool) -> tuple[torch.Tensor, ...]:
-    m, n, f32 = *x.shape, torch.float32
+def _fake_blocks_both(x: torch.Tensor, fmt: Format, policy: object, square: bool) -> Four:
+    m, n = x.shape
     blocks_m, blocks_n = -(-m // 128), -(-n // 128)
     shapes = ((blocks_m, blocks_n), (blocks_n, blocks_m)) if square else ((blocks_n, m), (blocks_m, n))
-    return (*_fake_transposed(x, fmt), *(x.new_empty(shape, dtype=f32) for shape in shapes))
+    scale_inv, turned_inv = (x.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return *_fake_transposed(x, fmt), scale_inv, turned_inv
 
 
-@operator(fake=_fake_blocks_both, launches=True)
-def blocks_both_op(
-    x: torch.Tensor, fmt: str, policy: str, square: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _blocks_both_by_kernel(x: torch.Tensor, fmt: Format, policy: ScalePolicy, square: bool) -> Any:
+    return BlocksCast(x.shape, x.dtype, fmt, policy, (128 if square else 1, 128)).raw(x.contiguous())
+
+
+@operator(_fake_blocks_both, _blocks_both_by_kernel)
+def blocks_both(x: torch.Tensor, fmt: Format, policy: ScalePolicy, square: bool) -> Four:
     """Return `BlocksCast.raw`: codes [M, N] of x [M, N], those of its transpose, and the scales back of both."""
-    form, rule, block = get_data_format(fmt), policy_of_key(policy), (128 if square else 1, 128)
-    x = x.contiguous()
-    if takes(x, form, rule):
-        kept: Any = BlocksCast(x.shape, x.dtype, form, rule, block)
-        return kept.raw(x)
-    here, turned = (quantize_dynamic(one, form, rule, block) for one in (x, x.t().contiguous()))
+    block = (128 if square else 1, 128)
+    here, turned = (quantize_dynamic(one, fmt, policy, block) for one in (x.contiguous(), x.t().contiguous()))
     scale_inv, turned_inv = (one.scale_inv if square else one.scale_inv.t().contiguous() for one in (here, turned))
     return here.codes, turned.codes, scale_inv, turned_inv
 
@@ -435,27 +419,22 @@ def _readable(x: torch.Tensor) -> bool:
     return x.is_contiguous() and x.ndim >= 1
 
 
-def quantize_mx(x: torch.Tensor, fmt: Format, mode: str) -> Pair:
-    """Return MX codes [..., N] and E8M0 scales [..., ceil(N / 32)] in torch.float8_e8m0fnu."""
-    if torch.compiler.is_compiling():
-        return quantize_mx_op(x, fmt.name, mode)
-    if takes(x, fmt) and _readable(x):
-        codes, scales = launch(plans().mx(*matrix_of(x), name_of(x.dtype), fmt, mode), x.device, x_ptr=x)
-        codes, scales = codes.view(x.shape), scales.view(scale_shape(x.shape, MX_BLOCK))
-    else:
-        largest = amax_by(x, MX_BLOCK)
-        scales = numerics.e8m0_from_amax(largest, fmt, mode)
-        codes = rounding.quantize(x, expand_blocks(numerics.scale_of_e8m0(scales), MX_BLOCK, x.shape), fmt, largest)
-    return codes, scales.view(torch.float8_e8m0fnu)
+def _mx_by_kernel(x: torch.Tensor, fmt: Format, mode: str) -> Pair:
+    codes, scales = launch(plans().mx(*matrix_of(x), name_of(x.dtype), fmt, mode), x.device, x_ptr=x)
+    return codes.view(x.shape), scales.view(scale_shape(x.shape, MX_BLOCK)).view(torch.float8_e8m0fnu)
 
 
 @operator(
-    fake=lambda x, fmt, mode: (
+    lambda x, fmt, mode: (
         torch.empty_like(x, dtype=torch_dtype(fmt)),
         x.new_empty(scale_shape(x.shape, MX_BLOCK), dtype=torch.float8_e8m0fnu),
     ),
-    launches=True,
+    _mx_by_kernel,
+    lambda x, *_: _readable(x),
 )
-def quantize_mx_op(x: torch.Tensor, fmt: str, mode: str) -> Pair:
-    """Return `quantize_mx`."""
-    return quantize_mx(x, get_data_format(fmt), mode)
+def quantize_mx(x: torch.Tensor, fmt: Format, mode: str) -> Pair:
+    """Return MX codes [..., N] and E8M0 scales [..., ceil(N / 32)] in torch.float8_e8m0fnu."""
+    largest = amax_by(x, MX_BLOCK)
+    scales = numerics.e8m0_from_amax(largest, fmt, mode)
+    codes = rounding.quantize(x, expand_blocks(numerics.scale_of_e8m0(scales), MX_BLOCK, x.shape), fmt, largest)
+    return codes, scales.view(torch.float8_e8m0fnu)

@@ -15,7 +15,7 @@ from fp8_common.policy import ScalePolicy
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch import _triton as triton
 from fp8_common.torch import numerics, rounding
-from fp8_common.torch._operators import operator, policy_key, policy_of_key
+from fp8_common.torch._operators import operator
 from fp8_common.torch.casts import scale_from_amax
 from fp8_common.torch.compat import FakeTensor
 from fp8_common.torch.kept import TensorwiseCast
@@ -60,15 +60,13 @@ def roll_histories(
     formats = ",".join([cast.format for cast in casts])
     # UNOBSERVED has the bits of a NaN.
     amax = bits.clamp(min=0).view(torch.float32)
-    rolled, following = delayed_update_op(history, amax, scale, formats, policy_key(casts[0].policy))
+    rolled, following = delayed_update(history, amax, scale, formats, casts[0].policy)
     return rolled, following
 
 
-@operator(
-    fake=lambda history, amax, scale, formats, policy: [history.new_empty(history.shape), scale.new_empty(scale.shape)]
-)
-def delayed_update_op(
-    history: torch.Tensor, amax: torch.Tensor, scale: torch.Tensor, formats: str, policy: str
+@operator(lambda history, amax, scale, *_: [history.new_empty(history.shape), scale.new_empty(scale.shape)])
+def delayed_update(
+    history: torch.Tensor, amax: torch.Tensor, scale: torch.Tensor, formats: str, policy: ScalePolicy
 ) -> list[torch.Tensor]:
     """Return the rolled history and the next scales.
 
@@ -77,14 +75,14 @@ def delayed_update_op(
         amax: float32 [T], observed in this step; infinite and NaN ones are not recorded.
         scale: float32 [T]: the scales into FP8 of this step.
         formats: The names of the T formats, with commas between.
-        policy: `policy_key` of the rule that all share.
+        policy: The rule that all share.
     """
-    names, rule = tuple(formats.split(",")), policy_of_key(policy)
+    names = tuple(formats.split(","))
     # All or none: one launch handles every tensor, whatever its format.
-    if all(triton.takes(amax, get_data_format(name), rule) for name in set(names)):
-        return list(update_by_kernel(history, amax, scale, _numerators(names, rule, amax.device), rule)[:2])
-    window, largest = numerics.update_history(history, amax, rule.algo)
-    return [window, _scales_by_format(largest, names, rule, prev=scale)]
+    if all(triton.takes(amax, get_data_format(name), policy) for name in set(names)):
+        return list(update_by_kernel(history, amax, scale, _numerators(names, policy, amax.device), policy)[:2])
+    window, largest = numerics.update_history(history, amax, policy.algo)
+    return [window, _scales_by_format(largest, names, policy, prev=scale)]
 
 
 def update_by_kernel(
@@ -138,21 +136,38 @@ def _has_format(names: tuple[str, ...], name: str, device: torch.device) -> torc
     return torch.tensor([other == name for other in names], device=device)
 
 
-@operator(
-    fake=lambda x, amax, delayed, ready, late, fmt, policy, fits: (
-        *(x.new_empty(shape, dtype=torch_dtype(fmt)) for shape in (x.shape, x.shape[::-1])),
-        *(delayed.new_empty(()) for _ in range(2)),
-    ),
-    launches=True,
-)
-def cast_delayed_op(
+def _cast_by_kernel(
     x: torch.Tensor,
     amax: torch.Tensor,
     delayed: torch.Tensor,
     ready: torch.Tensor,
     late: torch.Tensor | None,
-    fmt: str,
-    policy: str,
+    fmt: Format,
+    policy: ScalePolicy,
+    fits: bool,
+) -> tuple[torch.Tensor, ...]:
+    cast = TensorwiseCast(x.shape, x.dtype, fmt, policy, with_scale=True, one=(1,))
+    # an amax has no sign, so its bits are those that kernels take
+    given = {"scale_ptr": amax.view(torch.int32).reshape(1), "delayed_ptr": delayed, "ready_ptr": ready}
+    made: Any = cast.by(x.contiguous(), given if late is None else given | {"late_ptr": late}, fits)
+    return made.codes, made.transposed.codes, made.scale.view(()), made.scale_inv.view(())
+
+
+@operator(
+    lambda x, amax, delayed, ready, late, fmt, *_: (
+        *(x.new_empty(shape, dtype=torch_dtype(fmt)) for shape in (x.shape, x.shape[::-1])),
+        *(delayed.new_empty(()) for _ in range(2)),
+    ),
+    _cast_by_kernel,
+)
+def cast_delayed(
+    x: torch.Tensor,
+    amax: torch.Tensor,
+    delayed: torch.Tensor,
+    ready: torch.Tensor,
+    late: torch.Tensor | None,
+    fmt: Format,
+    policy: ScalePolicy,
     fits: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return codes [M, N] of x [M, N], the same [N, M], and the scalar scales into and back from FP8.
@@ -164,19 +179,11 @@ def cast_delayed_op(
         ready: bool scalar, whether there is one.
         late: bool scalar, whether it must not be used any more; None asks nothing.
         fmt: The format.
-        policy: `policy_key` of the rule for another scale.
+        policy: The rule for another scale.
         fits: Whether the scale of earlier steps must fit x.
     """
-    form, rule = get_data_format(fmt), policy_of_key(policy)
-    x = x.contiguous()
-    if triton.takes(x, form, rule):
-        cast = TensorwiseCast(x.shape, x.dtype, form, rule, with_scale=True, one=(1,))
-        # an amax has no sign, so its bits are those that kernels take
-        given = {"scale_ptr": amax.view(torch.int32).reshape(1), "delayed_ptr": delayed, "ready_ptr": ready}
-        made: Any = cast.by(x, given if late is None else given | {"late_ptr": late}, fits)
-        return made.codes, made.transposed.codes, made.scale.view(()), made.scale_inv.view(())
-    dynamic = numerics.scale_from_amax(amax, form, rule)
-    usable = fitting(ready, delayed, dynamic, form) if fits else ready
+    dynamic = numerics.scale_from_amax(amax, fmt, policy)
+    usable = fitting(ready, delayed, dynamic, fmt) if fits else ready
     scale = torch.where(usable, delayed if late is None else delayed.masked_fill(late, torch.nan), dynamic)
-    codes = rounding.quantize(x, scale, form)
+    codes = rounding.quantize(x.contiguous(), scale, fmt)
     return codes, codes.view(torch.uint8).t().contiguous().view(codes.dtype), scale, numerics.divide(1.0, scale)

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from fp8_common.formats import Format, get_data_format
+from fp8_common.formats import Format
 from fp8_common.torch import _triton as triton
 from fp8_common.torch import rounding
 from fp8_common.torch._operators import operator
@@ -72,7 +72,7 @@ def amax_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Args:
         tensors: float16, bfloat16 or float32, any shapes, all on one device; at least one.
     """
-    return foreach_amax_op(list(tensors))
+    return foreach_amax(list(tensors))
 
 
 def quantize(tensors: Sequence[torch.Tensor], scales: torch.Tensor, fmt: Format) -> list[torch.Tensor]:
@@ -87,12 +87,12 @@ def quantize(tensors: Sequence[torch.Tensor], scales: torch.Tensor, fmt: Format)
         Contiguous tensors of the shapes of `tensors`; they may share one buffer.
     """
     if torch.compiler.is_compiling() or triton.takes(tensors[0], fmt):
-        return _parts(foreach_quantize_op(list(tensors), scales, fmt.name), tensors)
+        return _parts(foreach_quantize(list(tensors), scales, fmt), tensors)
     return [rounding.quantize(x, scale, fmt).contiguous() for x, scale in zip(tensors, scales.unbind(), strict=True)]
 
 
-@operator(fake=lambda tensors: tensors[0].new_empty(len(tensors), dtype=torch.int32))
-def foreach_amax_op(tensors: list[torch.Tensor]) -> torch.Tensor:
+@operator(lambda tensors: tensors[0].new_empty(len(tensors), dtype=torch.int32))
+def foreach_amax(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return `amax_bits`."""
     if not triton.takes(tensors[0]):
         return bits_of(amax_each(tensors))
@@ -112,24 +112,24 @@ def foreach_amax_op(tensors: list[torch.Tensor]) -> torch.Tensor:
     return bits
 
 
-@operator(fake=lambda tensors, scales, fmt: tensors[0].new_empty(sum(_padded_sizes(tensors)), dtype=torch_dtype(fmt)))
-def foreach_quantize_op(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: str) -> torch.Tensor:
+@operator(lambda tensors, scales, fmt: tensors[0].new_empty(sum(_padded_sizes(tensors)), dtype=torch_dtype(fmt)))
+def foreach_quantize(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the codes of all tensors one after the other, each from a multiple of 16 on."""
     # One buffer and not a list of parts: the outputs of an operator must not share memory.
-    form, first = get_data_format(fmt), tensors[0]
+    first = tensors[0]
     *offsets, total = accumulate(_padded_sizes(tensors), initial=0)
-    if not triton.takes(first, form):
+    if not triton.takes(first, fmt):
         # Zeros where the kernels leave padding unwritten; made as uint8, because few operations know float8.
-        buffer = first.new_zeros(total, dtype=torch.uint8).view(torch_dtype(form))
+        buffer = first.new_zeros(total, dtype=torch.uint8).view(torch_dtype(fmt))
         for part, x, scale in zip(_parts(buffer, tensors), tensors, scales.unbind(), strict=True):
-            part.copy_(rounding.quantize(x, scale, form))
+            part.copy_(rounding.quantize(x, scale, fmt))
         return buffer
-    buffer = first.new_empty(total, dtype=torch_dtype(form))
+    buffer = first.new_empty(total, dtype=torch_dtype(fmt))
     for dtype, places in _by_dtype(tensors).items():
         dense = [tensors[i].contiguous() for i in places]
         table = _table(_rows(dense, [offsets[i] for i in places], places, len(tensors)), buffer.device)
         name = triton.name_of(dtype)
-        plan = triton.plans().foreach_cast(table.programs, total, name, form, aligned=table.aligned)
+        plan = triton.plans().foreach_cast(table.programs, total, name, fmt, aligned=table.aligned)
         chosen = scales if table.places is None else scales.index_select(0, table.places)
         triton.run(plan, buffer.device, scale_ptr=chosen.contiguous(), y_ptr=buffer, **table.tensors)
     return buffer

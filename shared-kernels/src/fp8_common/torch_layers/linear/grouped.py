@@ -11,7 +11,6 @@ from fp8_common.errors import Fp8Error
 from fp8_common.formats import FORMATS
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch import casts
-from fp8_common.torch._operators import policy_key
 from fp8_common.torch.kept import ScaleState
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear import grouped_matmul, segments
@@ -88,7 +87,7 @@ class RowGroups(Groups, Rows):
         if cast.static_scale is not None:
             scale = torch.full((self.count,), cast.static_scale, dtype=torch.float32, device=x.device)
         else:
-            amax = segments.segment_amax(x, self.of_row, self.count, per_column=False)
+            amax = segments.segment_amax(x, self.of_row, self.count, False)
             if delayed is None:
                 scale = casts.scale_from_amax(amax, fmt, cast.policy)
             else:
@@ -125,11 +124,11 @@ class RowGroups(Groups, Rows):
         fmt = FORMATS[cast.format]
         rowwise = cast.granularity == "rowwise"
         if rowwise and self.count and segments.casts_columns(x, fmt, cast.policy):
-            ends, policy = self.offsets.int(), policy_key(cast.policy)
-            turned, scale_inv = segments.group_columns(x, ends, self.padded[1], self.padded_rows, fmt.name, policy)
+            ends = self.offsets.int()
+            turned, scale_inv = segments.group_columns(x, ends, self.padded[1], self.padded_rows, fmt, cast.policy)
             return Quantized(turned, scale_inv[..., None], fmt)
         places, count = (self.of_row, self.count) if rowwise else self.blocks()
-        amax = segments.segment_amax(x, places, count, per_column=True)
+        amax = segments.segment_amax(x, places, count, True)
         scale = casts.scale_from_amax(amax, fmt, cast.policy)
         codes, scale_inv = segments.segment_quantize(x, places, scale, fmt, amax), casts.reciprocal(scale)
         return Quantized(codes, scale_inv[:, None], fmt) if rowwise else Quantized(codes, scale_inv, fmt, (BLOCK, 1))

@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from fp8_common.formats import FORMATS
+from fp8_common.formats import Format
 from fp8_common.torch._operators import operator
-from fp8_common.torch.blocks import block_of
+from fp8_common.torch.blocks import Block
 from fp8_common.torch.compat import assume_constant_result, scaled_grouped_mm
 from fp8_common.torch.decoding import values
 from fp8_common.torch.quantized import Quantized
@@ -160,9 +160,9 @@ def _as_rows(x: Quantized, groups: Groups) -> Quantized:
 def _looped(a: Quantized, b: Quantized, groups: Groups, options: MatmulOptions, *, over_rows: bool) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         return (_each_over_rows if over_rows else _each_rows)(a, b, groups.offsets, options)
-    return grouped_matmul_op(
-        a.codes, a.scale_inv, a.fmt.name, list(a.block or ()),
-        b.codes, b.scale_inv, b.fmt.name, list(b.block or ()),
+    return grouped_matmul(
+        a.codes, a.scale_inv, a.fmt, a.block,
+        b.codes, b.scale_inv, b.fmt, b.block,
         groups.offsets, over_rows, options.out_dtype,
         [options.emulate, options.use_fast_accum, options.pad_inner, options.pad_outer],
     )  # fmt: skip
@@ -218,31 +218,31 @@ def _fake_grouped(a, a_inv, a_fmt, a_block, b, b_inv, b_fmt, b_block, offsets, o
     return a.new_empty(shape, dtype=out_dtype)
 
 
-@operator(fake=_fake_grouped)
-def grouped_matmul_op(
+@operator(_fake_grouped)
+def grouped_matmul(
     a: torch.Tensor,
     a_inv: torch.Tensor,
-    a_fmt: str,
-    a_block: list[int],
+    a_fmt: Format,
+    a_block: Block,
     b: torch.Tensor,
     b_inv: torch.Tensor,
-    b_fmt: str,
-    b_block: list[int],
+    b_fmt: Format,
+    b_block: Block,
     offsets: torch.Tensor,
     over_rows: bool,
     out_dtype: torch.dtype,
     options: list[bool],
 ) -> torch.Tensor:
     """[rows, N], or [groups, N, K] if `over_rows`."""
-    first = Quantized(a, a_inv, FORMATS[a_fmt], block_of(a_block))
-    second = Quantized(b, b_inv, FORMATS[b_fmt], block_of(b_block))
+    first = Quantized(a, a_inv, a_fmt, a_block)
+    second = Quantized(b, b_inv, b_fmt, b_block)
     each = _each_over_rows if over_rows else _each_rows
     emulate, fast, inner, outer = options
     rows = rows_library(first.codes.device)
     return each(first, second, offsets, MatmulOptions(out_dtype, emulate, fast, inner, outer, rows=rows))
 
 
-@operator(fake=lambda a, b, offsets: a.new_empty((offsets.shape[0], a.shape[1], b.shape[1])))
+@operator(lambda a, b, offsets: a.new_empty((offsets.shape[0], a.shape[1], b.shape[1])))
 def grouped_matmul_wide(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Return a.T @ b over the rows of each group, [groups, N, K], of [rows, N] and [rows, K] of one dtype."""
     y = a.new_zeros((offsets.shape[0], a.shape[1], b.shape[1]))

@@ -239,19 +239,19 @@ def row_major(codes: torch.Tensor) -> torch.Tensor:
 
     torch's own copy of transposed bytes reaches a fraction of the memory's bandwidth.
     """
-    if codes.is_contiguous() or not codes.t().is_contiguous():
+    if codes.is_contiguous() or not codes.t().is_contiguous() or not casts.launches(codes):
         return codes.contiguous()
-    if casts.fuses(codes):
-        return row_major_op(codes)
-    if codes.shape[1] % ALIGNMENT or not casts.takes(codes):
-        return codes.contiguous()
-    return transposed_rows(codes.t(), None)
+    return copied_by_rows(codes)
 
 
-@operator(fake=lambda codes: codes.new_empty(codes.shape), launches=True)
-def row_major_op(codes: torch.Tensor) -> torch.Tensor:
+@operator(
+    lambda codes: codes.new_empty(codes.shape),
+    lambda codes: transposed_rows(codes.t(), None),
+    lambda codes: codes.shape[1] % ALIGNMENT == 0,
+)
+def copied_by_rows(codes: torch.Tensor) -> torch.Tensor:
     """Return `row_major` of codes that lie by columns."""
-    return row_major(codes)
+    return codes.contiguous()
 
 
 def _aligned(

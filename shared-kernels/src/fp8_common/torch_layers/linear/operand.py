@@ -6,8 +6,7 @@ import torch.distributed as dist
 from fp8_common.formats import FORMATS, Format
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch import casts
-from fp8_common.torch._operators import policy_key
-from fp8_common.torch.delayed import cast_delayed_op
+from fp8_common.torch.delayed import cast_delayed
 from fp8_common.torch.kept import ScaleState, quantize_delayed
 from fp8_common.torch.numerics import amax_bits, amax_of
 from fp8_common.torch.quantized import Quantized
@@ -82,14 +81,15 @@ def quantize_tensorwise(
         if made is not None:
             return made
     if delayed is not None and delayed.always_ready:
-        codes, amax, transposed = casts.quantize_with_amax(x, delayed.scale, fmt, both=both)
+        cast_with_amax = casts.quantize_both_with_amax if both else casts.quantize_with_amax
+        codes, amax, *transposed = cast_with_amax(x, delayed.scale, fmt)
         scale = delayed.current(amax, record)
-        return _quantized(codes, transposed, scale, casts.reciprocal(scale), fmt)
+        return _quantized(codes, transposed[0] if both else None, scale, casts.reciprocal(scale), fmt)
     if delayed is not None and group is None and both and casts.fuses(x) and x.ndim == 2 and x.is_contiguous():
         # The amax becomes a part of what makes x, and one launch does the rest.
         amax = amax_of(x)
-        scaling = cast.format, policy_key(cast.policy), delayed.must_fit
-        codes, transposed, scale, scale_inv = cast_delayed_op(x, amax, *delayed.flagged(amax, record), *scaling)
+        flags = delayed.flagged(amax, record)
+        codes, transposed, scale, scale_inv = cast_delayed(x, amax, *flags, fmt, cast.policy, delayed.must_fit)
         return _quantized(codes, transposed, scale, scale_inv, fmt)
     # Two passes from here on: the cast has to wait for the amax of all ranks, or for a first scale.
     amax = casts.amax(x)

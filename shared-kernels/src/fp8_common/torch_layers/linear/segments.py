@@ -9,11 +9,11 @@ import itertools
 import torch
 
 from fp8_common.errors import Fp8Error
-from fp8_common.formats import Format, get_data_format
+from fp8_common.formats import Format
 from fp8_common.policy import ScalePolicy
 from fp8_common.torch import casts
-from fp8_common.torch._operators import operator, policy_of_key
-from fp8_common.torch._triton import fuses, launch, name_of, plans, takes
+from fp8_common.torch._operators import operator
+from fp8_common.torch._triton import launch, launches, name_of, plans, takes
 from fp8_common.torch.numerics import (
     amax_bits,
     amax_over,
@@ -122,11 +122,16 @@ class Groups:
         return self._block_of_row, count
 
 
+def _amax_by_kernel(x: torch.Tensor, segments: torch.Tensor, count: int, per_column: bool) -> torch.Tensor:
+    plan = plans().group_amax(*x.shape, count, name_of(x.dtype), columns=per_column)
+    return launch(plan, x.device, x_ptr=x.contiguous(), group_ptr=segments)[0].view(torch.float32)
+
+
 @operator(
-    fake=lambda x, segments, count, per_column: x.new_empty(
+    lambda x, segments, count, per_column: x.new_empty(
         (count, x.shape[1]) if per_column else (count,), dtype=torch.float32
     ),
-    launches=True,
+    _amax_by_kernel,
 )
 def segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_column: bool) -> torch.Tensor:
     """Return max |x| over the rows of each segment, NaN wins; 0 for a segment without rows.
@@ -140,10 +145,6 @@ def segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_column
     Returns:
         float32 [count], or [count, columns].
     """
-    if takes(x):
-        plan = plans().group_amax(*x.shape, count, name_of(x.dtype), columns=per_column)
-        bits = launch(plan, x.device, x_ptr=x.contiguous(), group_ptr=segments)[0]
-        return bits.view(torch.float32)
     if per_column and x.device.type == "cpu":
         # one segment after the other: torch's reduction by index takes several times as long there
         ends = torch.searchsorted(segments, torch.arange(count + 1, dtype=segments.dtype)).tolist()
@@ -165,18 +166,25 @@ def segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_column
 def casts_columns(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> bool:
     """Return whether one launch casts the columns of groups of rows of x [rows, columns]."""
     fits = x.is_contiguous() and x.numel() > 0 and policy.formula != "e8m0"
-    return fits and (fuses(x) or takes(x, fmt, policy))
+    return fits and launches(x, fmt, policy)
+
+
+def _columns_by_kernel(
+    x: torch.Tensor, ends: torch.Tensor, padded_ends: torch.Tensor, rows: int, fmt: Format, policy: ScalePolicy
+) -> tuple[torch.Tensor, ...]:
+    plan = plans().group_columns(*x.shape, rows, len(ends), name_of(x.dtype), fmt, policy)
+    return launch(plan, x.device, x_ptr=x, end_ptr=ends, padded_end_ptr=padded_ends)
 
 
 @operator(
-    fake=lambda x, ends, padded_ends, rows, fmt, policy: (
+    lambda x, ends, padded_ends, rows, fmt, policy: (
         x.new_empty((x.shape[1], rows), dtype=torch_dtype(fmt)),
         x.new_empty((len(ends), x.shape[1]), dtype=torch.float32),
     ),
-    launches=True,
+    _columns_by_kernel,
 )
 def group_columns(
-    x: torch.Tensor, ends: torch.Tensor, padded_ends: torch.Tensor, rows: int, fmt: str, policy: str
+    x: torch.Tensor, ends: torch.Tensor, padded_ends: torch.Tensor, rows: int, fmt: Format, policy: ScalePolicy
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes of the columns of each group of rows as rows, and their scales back from FP8.
 
@@ -186,20 +194,15 @@ def group_columns(
         padded_ends: int32 [groups], where each ends in the codes; `Groups.padded`.
         rows: `Groups.padded_rows`.
         fmt: The format.
-        policy: `policy_key` of the rule for the scales.
+        policy: The rule for the scales.
 
     Returns:
         float8 [columns, rows], zeros behind the codes of each group and anything behind the last one; float32
         [groups, columns].
     """
-    form, rule = get_data_format(fmt), policy_of_key(policy)
-    if takes(x, form, rule):
-        plan = plans().group_columns(*x.shape, rows, len(ends), name_of(x.dtype), form, rule)
-        codes, scale_inv = launch(plan, x.device, x_ptr=x, end_ptr=ends, padded_end_ptr=padded_ends)
-        return codes, scale_inv
     groups = Groups(ends, x.shape[0])
-    scale = casts.scale_from_amax(segment_amax(x, groups.of_row, groups.count, per_column=True), form, rule)
-    codes = segment_quantize(x, groups.of_row, scale, form, None)
+    scale = casts.scale_from_amax(segment_amax(x, groups.of_row, groups.count, True), fmt, policy)
+    codes = segment_quantize(x, groups.of_row, scale, fmt, None)
     return transposed_rows(codes, groups.source), casts.reciprocal(scale)
 
 
@@ -225,28 +228,28 @@ def segment_quantize(
 
 def zero_rows(y: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     """Return y [n, ...], a new tensor of nobody else, with zeros where bool `keep` [n] is False."""
-    if fuses(y) or (takes(y) and y.is_contiguous()):
-        clear_rows_op(y, keep)
+    if y.is_contiguous() and launches(y):
+        clear_rows(y, keep)
         return y
     return torch.where(keep.view(-1, *(1 for _ in y.shape[1:])), y, 0)
 
 
+def _transposed_by_kernel(codes: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:
+    plan = plans().turn_rows(len(codes) if source is None else len(source), codes.shape[1], index=source is not None)
+    given = {"q_ptr": codes.contiguous().view(torch.uint8), "source_ptr": source}
+    return launch(plan, codes.device, **given)[0].view(codes.dtype)
+
+
 # an operator, because a compiler's code stores transposed bytes one by one
 @operator(
-    fake=lambda codes, source: codes.new_empty((codes.shape[1], codes.shape[0] if source is None else source.shape[0])),
-    launches=True,
+    lambda codes, source: codes.new_empty((codes.shape[1], codes.shape[0] if source is None else source.shape[0])),
+    _transposed_by_kernel,
 )
 def transposed_rows(codes: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:
     """Return [columns, p], contiguous, of codes [rows, columns] in the order of `source` [p]; 0 for negative ones.
 
     Without `source` in their own order; 16 must divide the rows then.
     """
-    if takes(codes):
-        plan = plans().turn_rows(
-            len(codes) if source is None else len(source), codes.shape[1], index=source is not None
-        )
-        given = {"q_ptr": codes.contiguous().view(torch.uint8), "source_ptr": source}
-        return launch(plan, codes.device, **given)[0].view(codes.dtype)
     # as bytes, because few operators know float8; the byte 0 is the value 0
     taken = codes.view(torch.uint8)
     if source is not None and len(codes):
@@ -285,8 +288,8 @@ def offsets_fit(offsets: torch.Tensor, rows: int) -> torch.Tensor:
     return (offsets.diff(prepend=offsets.new_zeros(1)) >= 0).all() & (offsets[-1] <= rows)
 
 
-@operator(fake=lambda y, keep: None, mutates=("y",))
-def clear_rows_op(y: torch.Tensor, keep: torch.Tensor) -> None:
+@operator(lambda y, keep: None, mutates=("y",))
+def clear_rows(y: torch.Tensor, keep: torch.Tensor) -> None:
     """Write zeros to the entries of `y` [n, ...] whose bool in `keep` [n] is False: a few, where all else stays."""
     if not (takes(y) and y.is_contiguous()):
         y.masked_fill_(~keep.view(-1, *(1 for _ in y.shape[1:])), 0)
