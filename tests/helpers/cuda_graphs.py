@@ -40,7 +40,7 @@ def under_fsdp(model: nn.Module) -> None:
         # what fully_shard sets, and Dynamo asks for
         module._is_fsdp_managed_module, module._fsdp_use_orig_params = True, True  # pyrefly: ignore
     layer: Any = model[0]  # pyrefly: ignore[bad-index]
-    shape, grid = layer.weight.shape, layer.fp8["weight"].weight_cast.grid
+    shape, grid = layer.weight.shape, layer.fp8["weight"].weight.grid
     codes = torch.empty(shape, device="cuda", dtype=torch.float8_e4m3fn)
     scale_inv = torch.ones(grid.shape(shape), device="cuda")
     layer.weight = nn.Parameter(GatheredWeight(codes, scale_inv, "e4m3", torch.bfloat16, grid.tile, Origin()))

@@ -213,7 +213,7 @@ MOVES = ("copy", "view", "permute", "detach", "alias", "slice", "wait_tensor")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_captured_step_reads_a_weight_once_for_its_amax_and_once_for_its_codes(recipe, monkeypatch):
     looked, made, graphs = [], sync.amax_bits, CapturedGraphs()
-    monkeypatch.setattr(sync, "amax_bits", lambda slots: looked.extend(slots) or made(slots))
+    monkeypatch.setattr(sync, "amax_bits", lambda weights: looked.extend(weights) or made(weights))
     with fake_ranks(2):
         model = build(
             "traceable", recipe, lambda: nn.Sequential(nn.Linear(128, 512, False), nn.Linear(512, 512, False))

@@ -118,7 +118,7 @@ def scales_of_parallel_experts(rank, world_size, recipe):
         with CollectiveCounter() as counter:
             train(model, rank, 1)
         sent.append(counter.nbytes("all_gather"))
-    up, dense = (weight._local_tensor.info.slot.scale for weight in (models[0].experts.up, models[0].dense.weight))
+    up, dense = (weight._local_tensor.fp8_weight.scale for weight in (models[0].experts.up, models[0].dense.weight))
     inputs = models[0].experts.fp8_input_up.scale if recipe == "tensorwise_delayed" else up
     return [up.flatten().tolist(), inputs.flatten().tolist()], dense.tolist(), sent
 

@@ -13,7 +13,7 @@ from fp8_common import Fp8StaleError
 from fp8_common.torch_layers.linear import function
 from fp8_torch_fsdp.scales import sync
 from fp8_torch_fsdp.scales.forwards import Forwards
-from fp8_torch_fsdp.scales.slot import Sent
+from fp8_torch_fsdp.scales.weight import Sent
 from tests.helpers.fsdp_models import DIM, Mixture, mesh_of
 from tests.helpers.fsdp_situations import RECOMPUTE, SITUATIONS, WIDTH, Setting
 from tests.helpers.fsdp_training import batch
@@ -210,8 +210,8 @@ def test_a_write_between_two_uses_of_a_module_belongs_to_the_second(rank):
 def test_a_second_set_of_codes_lives_only_while_a_backward_waits_for_it(rank):
     made, before = [], Sent.__init__
 
-    def remember(self, slot, number, codes):
-        before(self, slot, number, codes)
+    def remember(self, weight, number, codes):
+        before(self, weight, number, codes)
         made.append(weakref.ref(codes[0].untyped_storage()))
 
     def sets():
@@ -223,7 +223,7 @@ def test_a_second_set_of_codes_lives_only_while_a_backward_waits_for_it(rank):
         model = setting.build()
         one_set = sum(p.numel() for p in model.parameters()) // 2  # one byte for each element of a shard
         at_casts, quantize = [], sync.quantize
-        patch.setattr(sync, "quantize", lambda slots: at_casts.append(sets()) or quantize(slots))
+        patch.setattr(sync, "quantize", lambda weights: at_casts.append(sets()) or quantize(weights))
         found = {}
         loss = setting.loss(model, 1)
         found["after a forward"] = sets()

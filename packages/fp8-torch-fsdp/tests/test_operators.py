@@ -21,18 +21,18 @@ from tests.helpers.ranks import on_ranks
 
 # What one forward and backward of one layer without FSDP casts: an operand once for each matmul that needs other codes.
 EXPECTED = {
-    "tensorwise": ("tensorwise", {}, {"quantize_dynamic": 3}),
+    "tensorwise": ("tensorwise", {}, {"dynamic": 3}),
     "delayed, first step measured": ("tensorwise_delayed", {}, {"amax": 3, "quantize": 3}),
     "delayed, first step given": (
         "tensorwise_delayed",
         {"delayed": with_delayed(initial="one")},
         {"quantize_with_amax": 3},
     ),
-    "rowwise": ("rowwise", {}, {"quantize_dynamic": 5}),
-    "rowwise_with_gw_hp": ("rowwise_with_gw_hp", {}, {"quantize_dynamic": 3}),
-    "blockwise": ("blockwise", {}, {"quantize_dynamic": 5}),
+    "rowwise": ("rowwise", {}, {"dynamic": 5}),
+    "rowwise_with_gw_hp": ("rowwise_with_gw_hp", {}, {"dynamic": 3}),
+    "blockwise": ("blockwise", {}, {"dynamic": 5}),
 }
-AROUND_CASTS = ("decode", "reciprocal", "scales")
+AROUND_CASTS = ("values", "reciprocal", "scales")
 
 
 def layers(count, dim=16):

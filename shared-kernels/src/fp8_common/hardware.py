@@ -104,7 +104,8 @@ def native_formats(device: Device) -> tuple[str, ...]:
 
 def has_kernels(fmt: str | Format, policy: ScalePolicy | None = None) -> bool:
     """Return whether there are kernels for a format and a policy; the reference covers everything else."""
-    return get_data_format(fmt) in KERNEL_FORMATS and (policy is None or policy.formula != "e8m0")
+    form = fmt if isinstance(fmt, Format) else get_data_format(fmt)
+    return form in KERNEL_FORMATS and (policy is None or policy.formula != "e8m0")
 
 
 def multiplies_blocks(capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> bool:

@@ -13,8 +13,8 @@ from fp8_common.torch import casts, decoding
 from fp8_common.torch.quantized import Quantized
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.layers.linear import Float8Linear
-from fp8_torch_fsdp.scales.slot import Slot
 from fp8_torch_fsdp.scales.sync import syncs_of
+from fp8_torch_fsdp.scales.weight import Fp8Weight
 
 
 class Float8Monitor(contextlib.AbstractContextManager):
@@ -67,8 +67,8 @@ class Float8Monitor(contextlib.AbstractContextManager):
         statistics, self._statistics = self._statistics, {}
         # none before the first gather: there is no scale that the ranks agreed on
         for sync in syncs_of(self._model):
-            for slot in sync.slots:
-                statistics[f"{slot.name}/wire"] = _of_slot(slot)
+            for weight in sync.weights:
+                statistics[f"{weight.name}/wire"] = _of_weight(weight)
         keys = [(prefix, key) for prefix, own in statistics.items() for key in own]
         numbers = _on_host([statistics[prefix][key] for prefix, key in keys])
         collected: dict[str, dict[str, float]] = {prefix: {} for prefix in statistics}
@@ -104,23 +104,23 @@ COMBINE = {"amax": torch.maximum, "scale": torch.minimum}
 """How numbers of several casts become one; counts are added."""
 
 
-def _of_slot(slot: Slot) -> Statistics:
+def _of_weight(weight: Fp8Weight) -> Statistics:
     """Return scale and amax of a whole weight that is gathered, and counts of this rank's part."""
-    counted, part = {"scale": slot.scale.min()} if slot.scale.numel() else {}, slot.part
+    counted, part = {"scale": weight.scale.min()} if weight.scale.numel() else {}, weight.part
     # The bits of floats that are not negative sort like the floats. Static and MX casts agree on none.
-    counted["amax"] = slot.bits.max().view(torch.float32) if slot.bits.numel() else casts.amax(part)
+    counted["amax"] = weight.bits.max().view(torch.float32) if weight.bits.numel() else casts.amax(part)
     counted["nonfinite"] = (~torch.isfinite(part)).sum()
     counted["elements"] = torch.full((), part.numel(), device=part.device)
-    if slot.newest is None or not slot.newest.codes or slot.is_mx:
+    if weight.newest is None or not weight.newest.codes or weight.grid.is_mx:
         return counted
     # An optimizer may have written to the part since it was cast: its codes and its amax then are left, not its values.
-    grid, (codes,) = slot.cast.grid, slot.newest.codes
+    grid, (codes,) = weight.grid, weight.newest.codes
     fmt = grid.cast.fp8_format
     values = decoding.values(codes.view(casts.torch_dtype(fmt)), fmt)
-    seen = slot.own_bits.to(codes.device).view(torch.float32)
-    scale = slot.newest.scale.to(codes.device)
-    amax = counted["amax"] if slot.is_static else seen.view(scale.shape)
-    over = grid.of_part((amax * scale > _above(fmt.max)).float(), codes.shape, slot.region)
+    seen = weight.own_bits.to(codes.device).view(torch.float32)
+    scale = weight.newest.scale.to(codes.device)
+    amax = counted["amax"] if weight.is_static else seen.view(scale.shape)
+    over = grid.of_part((amax * scale > _above(fmt.max)).float(), codes.shape, weight.region)
     counted["saturated"] = ((values.abs() == fmt.max) & (over > 0)).sum()
     zeros = (values == 0).sum() - (codes.numel() - part.numel()) - (part == 0).sum()
     counted["underflowed"] = zeros.clamp(min=0) * (amax.max() > 0)

@@ -55,7 +55,10 @@ def operator(
         place_of = {parameter.annotation: place for place, parameter in enumerate(parameters)}
         fmt_place, policy_place = place_of.get(Format), place_of.get(ScalePolicy)
 
-        def eager(*args: Any) -> Any:
+        @functools.wraps(reference)
+        def call(*args: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return reference(*args) if traced and fuses(args[0]) else made(*[_encoded(each) for each in args])
             if kernel is not None:
                 fmt = None if fmt_place is None else args[fmt_place]
                 policy = None if policy_place is None else args[policy_place]
@@ -65,26 +68,18 @@ def operator(
 
         @functools.wraps(reference)
         def opaque(*args: Any) -> Any:
-            return eager(*map(_decoded, args, parameters))
-
-        plain = [each.replace(annotation=_IN_SCHEMAS.get(each.annotation, each.annotation)) for each in parameters]
-        opaque.__signature__ = signature.replace(parameters=plain)  # pyrefly: ignore[missing-attribute]
-        made = torch.library.custom_op(f"{NAMESPACE}::{reference.__name__}", opaque, mutates_args=tuple(mutates))
+            return call(*map(_decoded, args, parameters))
 
         def fake_of(*args: Any) -> Any:
             return fake(*map(_decoded, args, parameters))
 
+        plain = [each.replace(annotation=_IN_SCHEMAS.get(each.annotation, each.annotation)) for each in parameters]
+        opaque.__signature__ = signature.replace(parameters=plain)  # pyrefly: ignore[missing-attribute]
+        made = torch.library.custom_op(f"{NAMESPACE}::{reference.__name__}", opaque, mutates_args=tuple(mutates))
         if (kernel is not None and not traced) if launches is None else launches:
             decompose(made, shown(opaque), fake_of, sources, "cuda")
         else:
             made.register_fake(fake_of)
-
-        @functools.wraps(reference)
-        def call(*args: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                return eager(*args)
-            return reference(*args) if traced and fuses(args[0]) else made(*[_encoded(each) for each in args])
-
         return call  # pyrefly: ignore[bad-return]
 
     return decorate

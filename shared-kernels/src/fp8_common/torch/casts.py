@@ -103,19 +103,13 @@ def _by_given_scale(
     return launch(plan, x.device, x_ptr=dense(x), scale_ptr=scale, y_ptr=codes)
 
 
-@operator(
+quantize = operator(
     lambda x, scale, fmt, *_: torch.empty_like(x, dtype=torch_dtype(fmt)),
     lambda x, scale, fmt, *_: _by_given_scale(x, scale, fmt)[0],
     # A scale [1, 1] for x [n] makes the result a matrix by broadcasting, which the kernel does not.
     lambda x, scale, *_: scale.numel() == 1 and scale.ndim <= x.ndim,
     traced=True,
-)
-def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tensor | None = None) -> torch.Tensor:
-    """Return RN_fmt(RN32(x * scale)) in the format's dtype; float32 `scale` broadcasts to `x`.
-
-    Absolute maxima of all of `x`, where they are known, may save a pass.
-    """
-    return rounding.quantize(x, scale, fmt, amax)
+)(rounding.quantize)
 
 
 def _fake_transposed(x: torch.Tensor, fmt: Format) -> Pair:

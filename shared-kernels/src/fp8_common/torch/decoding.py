@@ -10,11 +10,10 @@ from fp8_common.torch._triton import launch, matrix_of, name_of, plans
 from fp8_common.torch.blocks import Block, scale_shape, split_blocks
 from fp8_common.torch.numerics import as_float32, torch_dtype
 
-
-@operator(lambda codes, fmt, dtype=torch.float32: codes.new_empty(codes.shape, dtype=dtype), traced=True)
-def values(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the value of every code in `dtype`, float32 or bfloat16; exact."""
-    return rounding.values(codes, fmt, dtype)
+values = operator(
+    lambda codes, fmt, dtype=torch.float32: codes.new_empty(codes.shape, dtype=dtype),
+    traced=True,
+)(rounding.values)
 
 
 def _block_of_kernel(

@@ -194,7 +194,7 @@ class RowsCast:
     ) -> None:
         self.shape = torch.Size(shape)
         (m, n), name = shape, name_of(dtype)
-        self._fmt, self._sizes = fmt, (m, n)
+        self._fmt, self._sizes, self._codes = fmt, (m, n), torch_dtype(fmt)
         self._amax = plans().amax_both(m, n, name, fold=fold)
         self._scales = plans().scales_of_amax(m + n, fmt, policy)
         self._cast = plans().cast_both(m, n, name, fmt, fold=fold)
@@ -209,8 +209,8 @@ class RowsCast:
         scale_inv = torch.empty(m + n, dtype=torch.float32, device=device)
         # the kernel takes keys for amax: those without a sign are their bits
         _triton.run(self._scales, device, amax_ptr=keys.view(torch.float32), scale_ptr=scale, scale_inv_ptr=scale_inv)
-        codes = torch.empty((m, n), dtype=torch_dtype(self._fmt), device=device)
-        transposed = torch.empty((n, m), dtype=torch_dtype(self._fmt), device=device)
+        codes = torch.empty((m, n), dtype=self._codes, device=device)
+        transposed = torch.empty((n, m), dtype=self._codes, device=device)
         _triton.run(self._cast, device, **given, scale_ptr=scale, y_ptr=codes, yt_ptr=transposed)
         return codes, transposed, scale, scale_inv
 

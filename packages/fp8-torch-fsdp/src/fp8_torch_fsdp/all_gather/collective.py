@@ -114,7 +114,7 @@ class _Part:
         rows, columns = param.padded_shape[0], math.prod(param.padded_shape[1:])
         local, size = param.local, rows * columns
         dtype = torch.uint8 if isinstance(local, ShardedFloat8Weight) else param.wire_dtype
-        is_mx = dtype == torch.uint8 and local.info.cast.grid.is_mx
+        is_mx = dtype == torch.uint8 and local.fp8_weight.grid.is_mx
         nbytes = coded_bytes(param.padded_shape) if is_mx else size * dtype.itemsize
         return cls(dtype, nbytes, coded_bytes(param.padded_shape) if chosen else nbytes, columns if chosen else 0)
 

@@ -5,8 +5,6 @@ FP8. What arrives is a `GatheredWeight`.
 """
 
 import copy
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,9 +25,8 @@ from fp8_common.torch.compat import (
 from fp8_common.torch_layers.sharding.fsdp import unpad
 from fp8_common.torch_layers.sharding.gathered import finish_gather
 from fp8_torch_fsdp.all_gather.fsdp1 import refuse_fsdp1
-from fp8_torch_fsdp.scales.slot import Sent, Slot
 from fp8_torch_fsdp.scales.sync import ScaleSync
-from fp8_torch_fsdp.scales.weight_cast import WeightCast
+from fp8_torch_fsdp.scales.weight import Fp8Weight, Sent
 
 aten = torch.ops.aten
 
@@ -46,52 +43,23 @@ _MOVES_WEIGHT = {aten._to_copy.default, aten._pin_memory.default}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class WeightInfo:
-    """What all tensors that alias one weight share.
-
-    Args:
-        cast: How it is scaled.
-        made_of: What is known about the weight that this one was made of.
-
-    Attributes:
-        cast: As given.
-        slot: Its place among the weights that ranks agree on; None before its first gather.
-        writes: How many operators have written to it. Only a gather inside of a root's forward looks at this.
-        replaced_by: The call after which the model holds another parameter in the place of this one; None before.
-        made_of: Returns what was given, as long as that lives.
-    """
-
-    def __init__(self, cast: WeightCast, made_of: "WeightInfo | None" = None) -> None:
-        self.cast = cast
-        self.slot: Slot | None = None
-        self.writes = 0
-        self.replaced_by: str | None = None
-        self.made_of: Callable[[], WeightInfo | None] = (lambda: None) if made_of is None else weakref.ref(made_of)
-
-    def __deepcopy__(self, memo: dict) -> "WeightInfo":
-        """Copy how the weight is scaled: the copied model agrees on its own."""
-        # with the memo: a `DelayedScale` is a submodule of the layer, and the copied layer has the same twin
-        delayed = copy.deepcopy(self.cast.delayed, memo)
-        return WeightInfo(WeightCast(grid=self.cast.grid, delayed=delayed))
-
-
 class ShardedFloat8Weight(torch.Tensor):
     """A weight, or this rank's shard of it, in high precision; FSDP2 gathers it in FP8.
 
     Args:
         plain: The plain tensor, float32, bfloat16 or float16 [rows, columns]. Whoever has it may write to it: every
             forward of the FSDP root looks at it anew.
-        info: What is known about the weight.
+        fp8_weight: What is known of the weight, shared by all tensors that alias it.
     """
 
     plain: torch.Tensor
-    info: WeightInfo
+    fp8_weight: Fp8Weight
 
     @staticmethod
-    def __new__(cls: type, plain: torch.Tensor, info: WeightInfo) -> "ShardedFloat8Weight":
+    def __new__(cls: type, plain: torch.Tensor, fp8_weight: Fp8Weight) -> "ShardedFloat8Weight":
         """Wrap `plain` without copying it."""
         self = wrapper_of(cls, plain)
-        self.plain, self.info = plain, info
+        self.plain, self.fp8_weight = plain, fp8_weight
         return self
 
     @property
@@ -119,14 +87,14 @@ class ShardedFloat8Weight(torch.Tensor):
         if plain.dtype != self.dtype:
             # The dtype of a wrapper is fixed when it is made: exchanged for another one, as of any tensor. Trainers
             # change parameters of bfloat16 to float32 so.
-            other = ShardedFloat8Weight(plain.detach(), self.info)
+            other = ShardedFloat8Weight(plain.detach(), self.fp8_weight)
             torch.Tensor.data.__set__(self, other)  # pyrefly: ignore[missing-attribute]
         # So are its strides.
         if plain.stride() != self.stride():
             plain = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device).copy_(plain)
         # The other tensors that alias this weight keep the old data, as with any tensor whose `.data` is set.
         self.plain = plain.detach()
-        self.info.writes += 1
+        self.fp8_weight.writes += 1
 
     def data_ptr(self) -> int:
         """Return the address of the plain data; a wrapper has none, but tools tell parameters apart by it."""
@@ -135,11 +103,11 @@ class ShardedFloat8Weight(torch.Tensor):
     @property
     def _fp8_replaced_by(self) -> str | None:
         """The mark of `mark_replaced`, kept where the sync of an FSDP root finds it."""
-        return self.info.replaced_by
+        return self.fp8_weight.replaced_by
 
     @_fp8_replaced_by.setter
     def _fp8_replaced_by(self, call: str) -> None:
-        self.info.replaced_by = call
+        self.fp8_weight.replaced_by = call
 
     def share_memory_(self) -> "ShardedFloat8Weight":
         """Move the plain data to shared memory, in place; torch would look for a storage of the wrapper."""
@@ -171,8 +139,8 @@ class ShardedFloat8Weight(torch.Tensor):
     def __deepcopy__(self, memo: dict) -> "ShardedFloat8Weight":
         """Copy data, gradient and attributes; torch would look for a storage of its own behind `data_ptr`."""
         if id(self) not in memo:
-            twin = type(self)(self.plain.detach().clone(), copy.deepcopy(self.info, memo))
-            own = {name: value for name, value in vars(self).items() if name not in ("plain", "info")}
+            twin = type(self)(self.plain.detach().clone(), copy.deepcopy(self.fp8_weight, memo))
+            own = {name: value for name, value in vars(self).items() if name not in ("plain", "fp8_weight")}
             vars(twin).update(copy.deepcopy(own, memo))
             twin.requires_grad_(self.requires_grad)
             twin.grad = copy.deepcopy(self.grad, memo)
@@ -195,25 +163,25 @@ class ShardedFloat8Weight(torch.Tensor):
         """Show the high-precision values."""
         return f"ShardedFloat8Weight({self.plain!r})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], WeightInfo]:
+    def __tensor_flatten__(self) -> tuple[list[str], Fp8Weight]:
         """Expose the plain tensor to the compiler."""
-        return ["plain"], self.info
+        return ["plain"], self.fp8_weight
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], info: WeightInfo, outer_size: Any, outer_stride: Any
+        inner: dict[str, torch.Tensor], fp8_weight: Fp8Weight, outer_size: Any, outer_stride: Any
     ) -> "ShardedFloat8Weight":
         """Rebuild from `__tensor_flatten__`."""
-        return ShardedFloat8Weight(inner["plain"], info)
+        return ShardedFloat8Weight(inner["plain"], fp8_weight)
 
     @classmethod
-    def __metadata_guard__(cls, traced: WeightInfo, present: WeightInfo) -> bool:
+    def __metadata_guard__(cls, traced: Fp8Weight, present: Fp8Weight) -> bool:
         """Tell the compiler that compiled code depends on how a weight is scaled, and on nothing else of it."""
-        return traced.cast.grid == present.cast.grid
+        return traced.grid == present.grid
 
     def _stable_hash_for_caching(self) -> str:
         """Name what a compiled graph depends on besides the values: the same in every process."""
-        return stable_hash(self, repr(self.info.cast.grid))
+        return stable_hash(self, repr(self.fp8_weight.grid))
 
     # Everything is decided in `__torch_dispatch__`; the default would wrap the result of every operator in this class.
     __torch_function__ = disabled_torch_function
@@ -224,7 +192,7 @@ class ShardedFloat8Weight(torch.Tensor):
         kwargs = kwargs or {}
         for written in written_tensors(func, args, kwargs):
             if isinstance(written, cls):
-                written.info.writes += 1
+                written.fp8_weight.writes += 1
         # There is one, or torch would not have called this method.
         source = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         plain_args, plain_kwargs = pytree.tree_map_only(cls, lambda weight: weight.plain, (args, kwargs))
@@ -233,12 +201,12 @@ class ShardedFloat8Weight(torch.Tensor):
         if is_in_place(func):
             return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], cls) else result
         if (is_view(func) and func is not aten.view.dtype) or (func in _MOVES_WEIGHT and result.dtype == source.dtype):
-            return _wrapped(result, source.info)
+            return _wrapped(result, source.fp8_weight)
         if (func in _MAKES_WEIGHT or func in _MOVES_WEIGHT) and result.is_floating_point():
-            return _wrapped(result, WeightInfo(source.info.cast, source.info))
+            return _wrapped(result, source.fp8_weight.another())
         return result
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], tuple[Slot, Sent]]:
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], tuple[Fp8Weight, Sent]]:
         """Return what this rank contributes, uint8 codes and of MX their scales, and what is known of them.
 
         The first gather of an FSDP root makes its `ScaleSync`. Whether a gather synchronizes depends on where it
@@ -251,16 +219,16 @@ class ShardedFloat8Weight(torch.Tensor):
             Fp8StaleError: The weight was written to inside of the root's forward and has outgrown its scale.
             Fp8Error: It was sharded in a way that FP8 cannot follow.
         """
-        if self.info.slot is None:
-            ScaleSync.at_first_gather(self.info)
-        slot: Any = self.info.slot
-        sent = slot.sync.to_send(slot, self.info.writes)
-        return tuple(one.to(slot.device, non_blocking=True) for one in sent.codes), (slot, sent)
+        if self.fp8_weight.sync is None:
+            ScaleSync.at_first_gather(self.fp8_weight)
+        weight = self.fp8_weight
+        sent: Sent = weight.sync.to_send(weight)
+        return tuple(one.to(weight.device, non_blocking=True) for one in sent.codes), (weight, sent)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[torch.Tensor, ...],
-        known: tuple[Slot, Sent],
+        known: tuple[Fp8Weight, Sent],
         param_dtype: torch.dtype,
         *,
         out: torch.Tensor | None = None,
@@ -276,21 +244,21 @@ class ShardedFloat8Weight(torch.Tensor):
         Returns:
             A `GatheredWeight` of the whole shape, and nothing more to free; None if `out` is brought up to date.
         """
-        slot, sent = known
-        grid, shape = slot.cast.grid, slot.region.full_shape
+        weight, sent = known
+        grid, shape = weight.grid, weight.region.full_shape
         codes, *own = all_gather_outputs
         scale_inv = sent.scale_inv
-        if slot.is_mx:
+        if grid.is_mx:
             # of one rank alone FSDP2 hands over the first buffer
             scale_inv = unpad(own[0] if own else sent.codes[1].to(codes.device), grid.shape(shape), torch.uint8)
-        return finish_gather(codes, scale_inv, grid, shape, param_dtype, origin=slot, out=out)
+        return finish_gather(codes, scale_inv, grid, shape, param_dtype, origin=weight, out=out)
 
 
-def _wrapped(result: Any, info: WeightInfo) -> Any:
+def _wrapped(result: Any, fp8_weight: Fp8Weight) -> Any:
     """Return the tensors of a result as weights."""
 
     def wrap(tensor: torch.Tensor) -> torch.Tensor:
-        return ShardedFloat8Weight(tensor, info) if tensor.is_floating_point() else tensor
+        return ShardedFloat8Weight(tensor, fp8_weight) if tensor.is_floating_point() else tensor
 
     if torch.is_inference_mode_enabled():
         # A wrapper that is made here would be an inference tensor, which later training could not save.

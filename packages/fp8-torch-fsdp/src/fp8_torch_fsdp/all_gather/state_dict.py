@@ -50,8 +50,8 @@ def _wrap_assigned(
         own = local_of(parameter)
         key = f"{prefix}{name}"
         if key in state_dict and isinstance(own, ShardedFloat8Weight):
-            # Bound as a default argument: a lambda would look `info` up when it is called, after the loop has gone on.
-            state_dict[key] = map_local(state_dict[key], lambda t, info=own.info: ShardedFloat8Weight(t, info))
+            # Bound as a default argument: a lambda would look `own` up when it is called, after the loop has gone on.
+            state_dict[key] = map_local(state_dict[key], lambda t, own=own.fp8_weight: ShardedFloat8Weight(t, own))
     weight = state_dict.get(f"{prefix}weight")
     for scale in module.children():
         # delayed scales are in no state dict of the model: they leave the meta device beside the weight

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from fp8_common import Fp8Error, Recipe
 from fp8_common.torch.compat import map_local
 from fp8_common.torch_layers.sharding.fsdp import shards
-from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight, WeightInfo
+from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.config import Float8LinearConfig
 from fp8_torch_fsdp.convert import fast_path
 from fp8_torch_fsdp.convert.expert_layouts import CONV1D, ExpertLayout, is_conv1d, layout_of
@@ -218,8 +218,8 @@ def _wrap_weights(converted: Collection[Any], users: Mapping[int, list[tuple[nn.
                 logger.info("FP8: a weight shared with other layers is gathered in high precision.")
                 continue
             if id(weight) not in wrapped:
-                info = WeightInfo(matmul.weight_cast)
-                data = map_local(weight.detach(), lambda own, info=info: ShardedFloat8Weight(own.detach(), info))
+                known = matmul.weight
+                data = map_local(weight.detach(), lambda own, known=known: ShardedFloat8Weight(own.detach(), known))
                 new = replaced_by(weight, data, "convert_to_float8_training")
                 wrapped[id(weight)] = weight, new, matmul
             _, new, first = wrapped[id(weight)]
@@ -230,9 +230,10 @@ def _wrap_weights(converted: Collection[Any], users: Mapping[int, list[tuple[nn.
                 )
             # Not by `setattr`, which runs the registration hooks of the process.
             module._parameters[name] = new
-            if first.weight_cast.delayed is not None and first is not matmul:
-                matmul.weight_cast, matmul.scales["weight"] = first.weight_cast, first.weight_cast.delayed
-                setattr(module, scale_name(module, "weight", name), first.weight_cast.delayed)
+            matmul.weight = first.weight
+            if first.weight.delayed is not None and first is not matmul:
+                matmul.scales["weight"] = first.weight.delayed
+                setattr(module, scale_name(module, "weight", name), first.weight.delayed)
 
 
 def _log(model: nn.Module, converted: Collection[nn.Module], roles: Roles, left: Mapping[str, str]) -> None:

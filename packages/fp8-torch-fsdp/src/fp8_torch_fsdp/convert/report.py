@@ -19,7 +19,7 @@ from fp8_torch_fsdp.convert.select import ROWS_REPAID
 from fp8_torch_fsdp.layers.module import Float8Module, original_class
 from fp8_torch_fsdp.reduce_scatter import Float8ReduceScatter
 from fp8_torch_fsdp.scales.sync import syncs_of
-from fp8_torch_fsdp.scales.weight_cast import WeightCast
+from fp8_torch_fsdp.scales.weight import Fp8Weight
 from fp8_torch_fsdp.traceable.linear import TraceableShards
 
 UNKNOWN_EXPERTS = "3-D, matmuls unknown: describe them with experts={class: ExpertLayout(...)}"
@@ -181,11 +181,11 @@ def report_with(roles: Roles, model: nn.Module, reference_dtype: torch.dtype = t
         fp8, key = next(
             ((user, key) for user, key in own if isinstance(user, Float8Module) and key in user.fp8), (None, "")
         )
-        cast, size = _cast_of(local, fp8), parameter.numel() * reference_dtype.itemsize
+        weight, size = _gathered_weight(local, fp8), parameter.numel() * reference_dtype.itemsize
         wire, wire_bytes = str(reference_dtype).removeprefix("torch."), size
-        if cast is not None:
-            wire_bytes = coded_bytes(parameter.shape) if cast.grid.is_mx else parameter.numel()
-            wire = cast.grid.cast.fp8_format.dtype_name
+        if weight is not None:
+            wire_bytes = coded_bytes(parameter.shape) if weight.grid.is_mx else parameter.numel()
+            wire = weight.grid.cast.fp8_format.dtype_name
         elif id(local) in coded:
             wire, wire_bytes = E4M3.dtype_name, coded[id(local)]
         kind, head = type(module), heads.get(id(parameter))
@@ -198,13 +198,13 @@ def report_with(roles: Roles, model: nn.Module, reference_dtype: torch.dtype = t
             wire_bytes=wire_bytes,
             saved_bytes=size - wire_bytes,
             gradient=gradients.get(id(local), ""),
-            why=_why(cast, parameter, local, module, fp8, kinds.get(module, ""), compressed=id(local) in coded),
+            why=_why(weight, parameter, local, module, fp8, kinds.get(module, ""), compressed=id(local) in coded),
             head=_head(names[head[0]], head[1], fp8=fp8 is not None, gathered=wire_bytes < size) if head else "",
             rows_per_expert=None if fp8 is None else fp8.fp8[key].rows_per_expert,
         )
         rows.append(row)
     syncs = syncs_of(model)
-    casts = sum(slot.casts for sync in syncs for slot in sync.slots)
+    casts = sum(weight.casts for sync in syncs for weight in sync.weights)
     traceable = any(isinstance(getattr(one, "distribution", None), TraceableShards) for one in model.modules())
     return Float8Report(
         weights=tuple(rows),
@@ -232,16 +232,16 @@ def _head(name: str, embedding: str, *, fp8: bool, gathered: bool) -> str:
     return f"Output head {name}: {'FP8' if fp8 else 'high-precision'} matmul, weight {shared}gathered in {wire}."
 
 
-def _cast_of(local: torch.Tensor, user: nn.Module | None) -> WeightCast | None:
+def _gathered_weight(local: torch.Tensor, user: nn.Module | None) -> Fp8Weight | None:
     """Return how a weight travels in FP8: as its tensor says, or its layer under `fully_shard_traceable`."""
     if isinstance(local, ShardedFloat8Weight):
-        return local.info.cast
+        return local.fp8_weight
     distribution = getattr(user, "distribution", None)
-    return distribution.slot.cast if isinstance(distribution, TraceableShards) and distribution.in_fp8 else None
+    return distribution.weight if isinstance(distribution, TraceableShards) and distribution.in_fp8 else None
 
 
 def _why(
-    cast: WeightCast | None,
+    weight: Fp8Weight | None,
     parameter: nn.Parameter,
     local: torch.Tensor,
     module: nn.Module,
@@ -251,8 +251,8 @@ def _why(
     compressed: bool,
 ) -> str:
     """Return how a parameter of `module` travels in FP8, or why not; `kind` is that of layers that stay wide."""
-    if cast is not None:
-        return f"{cast.grid.cast.scaling} {cast.grid.cast.granularity}"
+    if weight is not None:
+        return f"{weight.grid.cast.scaling} {weight.grid.cast.granularity}"
     if compressed:
         return "mx, for high-precision layers"
     if isinstance(local, GatheredWeight):

@@ -22,13 +22,14 @@ from fp8_common.torch_layers.linear.config import LinearConfig
 from fp8_common.torch_layers.linear.function import Gather, LinearSpec, fp8_linear
 from fp8_common.torch_layers.linear.plan import Decided
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight, quantized
+from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
 from fp8_torch_fsdp.all_gather.fsdp1 import refuse_fsdp1
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.all_gather.state_dict import forget_state_dict_hooks, keep_state_dicts_plain
 from fp8_torch_fsdp.config import Float8LinearConfig
 from fp8_torch_fsdp.layers.rebind import rebind
 from fp8_torch_fsdp.scales.delayed import DelayedScale
-from fp8_torch_fsdp.scales.weight_cast import WeightCast
+from fp8_torch_fsdp.scales.weight import Fp8Weight
 
 OPERANDS = ("input", "weight", "grad_output")
 
@@ -61,7 +62,7 @@ class Distribution:
 
     # read-only, because all modules share it
     parts: Mapping[str, Any] = MappingProxyType({})
-    """What `WeightCast.whole` has to know about the parts of a weight that other ranks hold."""
+    """What `Fp8Weight.whole` has to know about the parts of a weight that other ranks hold."""
 
     def forward(self, layer: Any, input: torch.Tensor) -> torch.Tensor:
         """Return the output of a linear layer for `input`; see `Float8Linear.forward`."""
@@ -89,8 +90,8 @@ class WeightMatmul:
         config: As given.
         layout: As given.
         scales: As given.
-        weight_cast: How the weight is scaled.
-        parts: What `WeightCast.whole` has to know about parts that other ranks hold.
+        weight: How the weight is scaled; layers that share one share this.
+        parts: What `Fp8Weight.whole` has to know about parts that other ranks hold.
         kept: The launches of casts of the weight, decided once.
         casts_alone: Whether it may be cast both ways by launches that are decided once.
         spec: What `fp8_linear` has to know.
@@ -104,9 +105,10 @@ class WeightMatmul:
         self.kept: Decided[KeptCast | None] = Decided()
         # rows of a weight that lies transposed are columns
         self.casts_alone = not (layout.transposed and config.weight.granularity == "rowwise")
-        self.weight_cast: WeightCast = WeightCast.of(
-            config.weight, stacked=layout.stacked, transposed=layout.transposed, delayed=scales.get("weight")
-        )
+        # a constant is the scale of all experts
+        stacked = layout.stacked and config.weight.scaling != "static"
+        grid = ScaleGrid(config.weight, stacked=stacked, transposed=layout.transposed)
+        self.weight = Fp8Weight(grid, scales.get("weight"))
         self.spec = LinearSpec(
             config,
             self.weight_operand,
@@ -121,6 +123,7 @@ class WeightMatmul:
         """Copy with the scales of the copied module; a monitor stays with the first."""
         scales = {name: copy.deepcopy(scale, memo) for name, scale in self.scales.items()}
         twin = WeightMatmul(self.config, self.layout, scales, self.spec.name)
+        twin.weight = copy.deepcopy(self.weight, memo)
         twin.parts, twin._unwatched = self.parts, dataclasses.replace(twin.spec, gather=self.spec.gather)
         twin.watch(None)
         return twin
@@ -152,7 +155,7 @@ class WeightMatmul:
             if kept is not None and plain.is_contiguous():
                 operand = kept(plain, self.scales.get("weight"), record)
             else:
-                operand = self.weight_cast.whole(plain, record=record, both=both, **self.parts)
+                operand = self.weight.whole(plain, record=record, both=both, **self.parts)
         if self.layout.stacked and self.config.weight.granularity == "tensorwise":
             # one scale for each expert, or the constant of all
             own = operand.scale_inv.reshape(-1).expand(weight.shape[0])

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fp8_common.torch_layers.sharding import fsdp_forwards as fsdp
-from fp8_torch_fsdp.scales.slot import Sent, Slot
+from fp8_torch_fsdp.scales.weight import Fp8Weight, Sent
 
 
 class Forward:
@@ -25,7 +25,7 @@ class Forward:
         first_node: Number of autograd's nodes from which on they are of this forward.
     """
 
-    def __init__(self, sent: dict[Slot, Sent], first_node: int) -> None:
+    def __init__(self, sent: dict[Fp8Weight, Sent], first_node: int) -> None:
         self.sent, self.first_node = sent, first_node
 
 
@@ -51,31 +51,31 @@ class Forwards:
     """The forwards of a root whose backward may still run, and the one whose backward runs.
 
     Args:
-        slots: The weights of the root.
+        weights: The weights of the root.
 
     Attributes:
         current: The forward that began last.
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = slots
+    def __init__(self, weights: Sequence[Fp8Weight]) -> None:
+        self._weights = weights
         self.current: Forward | None = None
         self._entered: Forward | None = None
         self._task = -1  # the backward that it was entered in
         self._pending: list[weakref.ref[Forward]] = []
 
-    def begin(self, slots: Iterable[Slot]) -> None:
+    def begin(self, weights: Iterable[Fp8Weight]) -> None:
         """Begin a forward that multiplies by weights as they were cast last."""
-        sent: dict[Slot, Any] = {slot: slot.newest for slot in slots}
+        sent: dict[Fp8Weight, Any] = {weight: weight.newest for weight in weights}
         self.current = Forward(sent, fsdp.next_node())
         if not fsdp.in_backward():
             self._entered, self._task = None, -1  # an exception may have left them
 
-    def replace(self, slot: Slot) -> None:
+    def replace(self, weight: Fp8Weight) -> None:
         """Take what was cast of a weight inside of the forward that runs; what used the weight before keeps the old."""
         if self.current is not None:
-            newest: Any = slot.newest
-            self.current = Forward({**self.current.sent, slot: newest}, self.current.first_node)
+            newest: Any = weight.newest
+            self.current = Forward({**self.current.sent, weight: newest}, self.current.first_node)
 
     def watch(self, output: Any) -> None:
         """Hold the forward that runs, or that a backward repeats, while the graph behind `output` may run backward."""
@@ -107,19 +107,19 @@ class Forwards:
     def _leave(self, forward: Forward | None, task: int) -> None:
         self._entered, self._task = forward, task
         if forward is None:
-            for slot in self._slots:
-                if slot.shard is None and slot.newest is not None:
-                    slot.take(slot.newest)
+            for weight in self._weights:
+                if weight.shard is None and weight.newest is not None:
+                    weight.take(weight.newest)
 
     def _bring_back(self, forward: Forward) -> None:
         """Gather again what FSDP2 holds, or gathers ahead, of another forward."""
-        for slot, sent in forward.sent.items():
-            if slot.shard is None:
-                slot.take(sent)
-            elif slot.number != sent.number and (slot.shard.is_gathered or slot.shard.is_in_flight):
-                slot.shard.regather()
+        for weight, sent in forward.sent.items():
+            if weight.shard is None:
+                weight.take(sent)
+            elif weight.number != sent.number and (weight.shard.is_gathered or weight.shard.is_in_flight):
+                weight.shard.regather()
 
-    def sent_in_backward(self, slot: Slot) -> Any:
+    def sent_in_backward(self, weight: Fp8Weight) -> Any:
         """Return what this rank sends of a weight that a backward gathers."""
         forward = self.find()
-        return slot.newest if forward is None else forward.sent.get(slot, slot.newest)
+        return weight.newest if forward is None else forward.sent.get(weight, weight.newest)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fp8_common.torch_layers.sharding.agreement import group_of_ranks, ranks_along
 from fp8_common.torch_layers.sharding.fsdp import Shard
 from fp8_torch_fsdp.scales.delayed import DelayedScale
-from fp8_torch_fsdp.scales.slot import Slot
+from fp8_torch_fsdp.scales.weight import Fp8Weight
 
 
 @dataclasses.dataclass(eq=False)
@@ -20,13 +20,13 @@ class Group:
 
     Attributes:
         ranks: The ranks; None for this rank alone.
-        slots: Weights.
+        weights: Weights.
         scales: Delayed scales.
         due: Whether an optimizer step ended since the last agreement.
     """
 
     ranks: dist.ProcessGroup | None
-    slots: list[Slot] = dataclasses.field(default_factory=list)
+    weights: list[Fp8Weight] = dataclasses.field(default_factory=list)
     scales: list[DelayedScale] = dataclasses.field(default_factory=list)
     due: bool = False
 
@@ -54,7 +54,7 @@ class Tree:
 
 
 def sorted_by_ranks(
-    slots: Iterable[Slot],
+    weights: Iterable[Fp8Weight],
     scales: Sequence[DelayedScale],
     held: Sequence[Shard],
     meshes: Sequence[DeviceMesh] = (),
@@ -62,7 +62,7 @@ def sorted_by_ranks(
     """Sort by the ranks that agree: those that hold a weight, also for the delayed scales of its layer.
 
     Args:
-        slots: Weights.
+        weights: Weights.
         scales: Delayed scales of the same model.
         held: All of its parameters that FSDP2 shards.
         meshes: Those of parameters that something else distributes, tensor parallelism for example.
@@ -72,9 +72,9 @@ def sorted_by_ranks(
     def of(ranks: dist.ProcessGroup | None) -> Group:
         return groups.setdefault(ranks, Group(ranks))
 
-    for slot in slots:
+    for weight in weights:
         # delayed scaling combines what all ranks with a copy observe: then weights join these, for one reduction
-        of(slot.group(replicas=bool(scales))).slots.append(slot)
+        of(weight.group(replicas=bool(scales))).weights.append(weight)
     of_scale = {id(scale): shard for shard in held for scale in shard.module.children()}
     largest = max(held, key=lambda shard: len(shard.peers(replicas=True)), default=None)
     for scale in scales:

@@ -46,13 +46,13 @@ def _before_forward(model: nn.Module, args: object) -> None:
         return
     changed = bool(sync.scales) and sync.tree.has_changed(model)
     if changed:
-        infos = (shard.local.info for shard in fsdp.shards(model) if hasattr(shard.local, "info"))
-        first = next((info for info in infos if info.slot is None), None)
+        weights = (shard.local.fp8_weight for shard in fsdp.shards(model) if hasattr(shard.local, "fp8_weight"))
+        first = next((weight for weight in weights if weight.sync is None), None)
         if first is not None:
             # a root whose own FSDP group is empty comes here before its first gather; the sync of that takes the scales
             ScaleSync.at_first_gather(first)
             return
-    sync.before_forward(model, sync.slots, changed)
+    sync.before_forward(model, sync.weights, changed)
 
 
 def _after_forward(model: nn.Module, args: object, output: object) -> None:

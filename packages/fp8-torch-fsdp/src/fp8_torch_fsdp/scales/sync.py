@@ -29,7 +29,7 @@ from fp8_torch_fsdp.scales.delayed import DelayedScale, delayed_scales
 from fp8_torch_fsdp.scales.forwards import Forwards
 from fp8_torch_fsdp.scales.groups import Group, Tree, sorted_by_ranks
 from fp8_torch_fsdp.scales.replicas import group_of_replicas
-from fp8_torch_fsdp.scales.slot import Sent, Slot, amax_bits, fill_scales, quantize
+from fp8_torch_fsdp.scales.weight import Fp8Weight, Sent, amax_bits, fill_scales, quantize
 
 SETTLES_AFTER = 8
 """How many steps the host asks the device whether delayed scales are ready, at most."""
@@ -47,7 +47,7 @@ class ScaleSync:
 
     Attributes:
         groups: As given.
-        slots: All weights.
+        weights: All weights.
         reductions: MAX all-reduces issued so far on this rank.
         sharded: As given.
         replicas: The ranks of the DDP that the root was called through; None without.
@@ -61,13 +61,13 @@ class ScaleSync:
         self.groups, self.reductions = list(groups), 0
         self.replicas: dist.ProcessGroup | None = None
         self.tree, self._parameter_ids = Tree(), set[int]()  # as optimizers hold them; where there are delayed scales
-        self.slots = [slot for group in self.groups for slot in group.slots]
+        self.weights = [weight for group in self.groups for weight in group.weights]
         self.sharded, self._held, self._looks_left = sharded, list(held), SETTLES_AFTER
-        self.forwards, self._slots_of = Forwards(self.slots), dict[tuple[nn.Module, ...], list[Slot]]()
+        self.forwards, self._weights_of = Forwards(self.weights), dict[tuple[nn.Module, ...], list[Fp8Weight]]()
         # whether a forward has begun and not returned, and what delayed scales had observed when it began
         self._running, self._observed = False, list[tuple[list[DelayedScale], torch.Tensor]]()
-        for slot in self.slots:
-            slot.sync = self
+        for weight in self.weights:
+            weight.sync = self
         holder: Any = root
         holder.fp8_sync = self
         if self.scales:
@@ -90,8 +90,8 @@ class ScaleSync:
         return cls(root, [Group(None, [], [scale for scale in delayed_scales(root) if scale.sync is None])])
 
     @classmethod
-    def at_first_gather(cls, info: Any) -> None:
-        """Synchronize the FSDP root above the weight of a `WeightInfo`, whose sync is made now if need be.
+    def at_first_gather(cls, weight: Fp8Weight) -> None:
+        """Synchronize the FSDP root above a weight, whose sync is made now if need be.
 
         Inside of a gather, where no hook came before: the weight is gathered for the first time, or the model has left
         the meta device; on all ranks alike.
@@ -99,22 +99,22 @@ class ScaleSync:
         Raises:
             Fp8Error: A weight was sharded in a way that FP8 cannot follow; on all ranks alike.
         """
-        root = fsdp.find_root(lambda local: getattr(local, "info", None) is info)
+        root = fsdp.find_root(lambda local: getattr(local, "fp8_weight", None) is weight)
         self = sync_of(root)
         if self is None or not self.sharded:
             held = list(fsdp.shards(root))
-            gathered = [shard for shard in held if hasattr(shard.local, "info")]
+            gathered = [shard for shard in held if hasattr(shard.local, "fp8_weight")]
             fsdp.check_gathers(gathered)
-            for shard in gathered:
+            weights = [_placed(shard) for shard in gathered]
+            for one in weights:
                 # optimizers that were made before `fully_shard` raise: what they hold is no part of the model any more
-                if (whole := shard.local.info.made_of()) is not None:
+                if (whole := one.made_of()) is not None:
                     whole.replaced_by = "fully_shard"
                     watch_optimizers()
-            slots = [_slot_of(shard) for shard in gathered]
-            self = cls(root, sorted_by_ranks(slots, delayed_scales(root), held), held, sharded=True)
+            self = cls(root, sorted_by_ranks(weights, delayed_scales(root), held), held, sharded=True)
             steps.refuse_gathered(root)
         with self._alone(root):
-            self.begin(self.slots)
+            self.begin(self.weights)
         self._running = fsdp.in_any_forward(root)
 
     def __deepcopy__(self, memo: dict) -> None:
@@ -123,7 +123,7 @@ class ScaleSync:
         Raises:
             Fp8Error: The model is under `fully_shard_traceable`: its layers would share their scales with the first.
         """
-        if any(slot.shard is None for slot in self.slots):
+        if any(weight.shard is None for weight in self.weights):
             raise Fp8Error(
                 "A model under fully_shard_traceable cannot be copied. Copy it before it is sharded, or load its state "
                 "dict into another one."
@@ -143,15 +143,11 @@ class ScaleSync:
         for group in self.groups:
             group.scales = [own for own in group.scales if own is not scale]
 
-    def to_send(self, slot: Slot, writes: int) -> Sent:
+    def to_send(self, weight: Fp8Weight) -> Sent:
         """Return what this rank sends of a weight that FSDP2 gathers now.
 
         In a backward that of its forward. In `unshard()`, outside of both, all ranks gather the same group, and its
         first weight first: its weights are synchronized then.
-
-        Args:
-            slot: The weight.
-            writes: How many operators have written to it.
 
         Raises:
             Fp8StaleError: The weight was written to inside of a forward and has outgrown its scale.
@@ -159,19 +155,19 @@ class ScaleSync:
         root: Any = self._root()
         sent: Any
         if in_backward():
-            sent = self.forwards.sent_in_backward(slot)
+            sent = self.forwards.sent_in_backward(weight)
         else:
             if not fsdp.in_any_forward(root):
-                shard: Any = slot.shard
-                together = [one for one in self.slots if one.shard and one.shard.fsdp_group is shard.fsdp_group]
-                if together[0] is slot:
+                shard: Any = weight.shard
+                together = [one for one in self.weights if one.shard and one.shard.fsdp_group is shard.fsdp_group]
+                if together[0] is weight:
                     with self._alone(root):
                         self.begin(together)
-            elif slot.writes != writes:
-                slot.cast_again(writes)
-                self.forwards.replace(slot)
-            sent = slot.newest
-        slot.number, slot.mark = sent.number, sent.mark
+            elif weight.writes_cast != weight.writes:
+                weight.cast_again()
+                self.forwards.replace(weight)
+            sent = weight.newest
+        weight.number, weight.mark = sent.number, sent.mark
         return sent
 
     def _alone(self, root: nn.Module) -> contextlib.AbstractContextManager:
@@ -179,12 +175,12 @@ class ScaleSync:
         # ran before this gather, or runs beside it. Other scales are made and used by gathers alone.
         return fsdp.alone_on_device(root) if self.scales else contextlib.nullcontext()
 
-    def before_forward(self, root: nn.Module, slots: Sequence[Slot], changed: bool | None = None) -> None:
+    def before_forward(self, root: nn.Module, weights: Sequence[Fp8Weight], changed: bool | None = None) -> None:
         """Synchronize before a forward that multiplies by some of the weights.
 
         Args:
             root: The root.
-            slots: The weights.
+            weights: The weights.
             changed: Whether the tree of the root has; None looks.
         """
         # Checkpoints end the forwards that they repeat in a backward by an exception of their own.
@@ -203,18 +199,18 @@ class ScaleSync:
             if self.replicas is not None and not (root.training and torch.is_grad_enabled()):
                 self._observed.clear()
                 return  # one rank may evaluate alone: the windows wait for the next training forward
-        self.begin(slots)
+        self.begin(weights)
 
-    def begin(self, slots: Sequence[Slot]) -> None:
+    def begin(self, weights: Sequence[Fp8Weight]) -> None:
         """Synchronize weights, and keep what is sent of them for the backward of the forward that begins."""
         # Where FSDP2 was told to keep weights gathered through the backward, nobody looks until they are resharded.
-        stale = [slot for slot in slots if not slot.is_kept]
+        stale = [weight for weight in weights if not weight.is_kept]
         self.synchronize(only=stale)
-        self.forwards.begin(slots)
+        self.forwards.begin(weights)
 
     def _before_fsdp_forward(self, modules: tuple[nn.Module, ...], outermost: bool) -> None:
         root: Any = self._root()
-        inside = self._slots_in(modules)
+        inside = self._weights_in(modules)
         if in_backward():
             # a checkpoint repeats a forward: one that ran with gradients, or without (reentrant ones around a root)
             forward = self.forwards.find()
@@ -231,26 +227,26 @@ class ScaleSync:
         if outermost and self._running and not in_backward():
             self._running = False
             # Weights are observed here and not before: the first forward begins without this object.
-            self._observe(self._root(), self._slots_in(modules))
+            self._observe(self._root(), self._weights_in(modules))
         self.forwards.watch(output)
 
-    def _slots_in(self, modules: tuple[nn.Module, ...]) -> list[Slot]:
-        if modules not in self._slots_of:
+    def _weights_in(self, modules: tuple[nn.Module, ...]) -> list[Fp8Weight]:
+        if modules not in self._weights_of:
             below = {id(module) for top in modules for module in top.modules()}
-            self._slots_of[modules] = [one for one in self.slots if one.shard and id(one.shard.module) in below]
-        return self._slots_of[modules]
+            self._weights_of[modules] = [one for one in self.weights if one.shard and id(one.shard.module) in below]
+        return self._weights_of[modules]
 
     def _before_forward(self, root: nn.Module, args: object) -> None:
-        self.before_forward(root, self.slots)
+        self.before_forward(root, self.weights)
 
     def _after_forward(self, root: nn.Module, args: object, output: object) -> None:
         self._running = False
-        self._observe(root, self.slots)
+        self._observe(root, self.weights)
         self.forwards.watch(output)
 
-    def _observe(self, root: Any, slots: Iterable[Slot]) -> None:
+    def _observe(self, root: Any, weights: Iterable[Fp8Weight]) -> None:
         """Let delayed scaling record the amax of the weights that a training forward uses."""
-        used = [(slot.cast.delayed, slot.bits) for slot in slots if slot.cast.delayed is not None]
+        used = [(weight.delayed, weight.bits) for weight in weights if weight.delayed is not None]
         if used and root.training and torch.is_grad_enabled():
             delayed.observe_bits(*zip(*used, strict=True))
 
@@ -283,7 +279,7 @@ class ScaleSync:
 
     @torch.no_grad()
     def synchronize(
-        self, *, only: Collection[Slot] | None = None, group: dist.ProcessGroup | None = None, roll: bool = False
+        self, *, only: Collection[Fp8Weight] | None = None, group: dist.ProcessGroup | None = None, roll: bool = False
     ) -> None:
         """Look, agree, roll what is due, cast: one all-reduce for each group of ranks. Every rank of the root calls it.
 
@@ -293,7 +289,8 @@ class ScaleSync:
             roll: Make the next delayed scales even if no optimizer step was made since the last time.
         """
         self.forwards.current = None  # codes that no backward waits for are freed before others are made
-        self.look()
+        for weight in self.weights:  # loads, `to_empty` and the like exchange the tensors that hold them
+            weight.look()
         self._observed.clear()
         for own in self.groups:
             own.due = own.due or roll
@@ -301,26 +298,14 @@ class ScaleSync:
                 delayed.tell_of_new_windows(own.scales)
         with torch.inference_mode(False):  # what is made here outlives this forward
             for own in self.groups:
-                slots = own.slots if only is None else [slot for slot in own.slots if slot in only]
-                if only is None or slots or not own.slots:
-                    self._agree(own, slots, group or own.ranks or (self.replicas if own.due else None))
+                weights = own.weights if only is None else [weight for weight in own.weights if weight in only]
+                if only is None or weights or not own.weights:
+                    self._agree(own, weights, group or own.ranks or (self.replicas if own.due else None))
 
-    def look(self) -> None:
-        """Find the tensors that hold the weights now: loads, `to_empty` and the like exchange them.
-
-        Raises:
-            Fp8Error: A weight has another dtype than before.
-        """
-        for slot in self.slots:
-            slot.look()
-            if slot.shard is not None:
-                info = slot.shard.local.info
-                info.slot, slot.writes = slot, info.writes
-
-    def _agree(self, own: Group, slots: list[Slot], ranks: dist.ProcessGroup | None) -> None:
-        parts = amax_bits(slots)
-        for slot, bits in zip(slots, parts, strict=True):
-            slot.own_bits, slot.newest = bits, None
+    def _agree(self, own: Group, weights: list[Fp8Weight], ranks: dist.ProcessGroup | None) -> None:
+        parts = amax_bits(weights)
+        for weight, bits in zip(weights, parts, strict=True):
+            weight.own_bits, weight.newest = bits, None
         if own.scales:
             observed = delayed.stacked(own.scales, "observed")
             parts = [*parts, observed, torch.full((1,), int(own.due), dtype=torch.int32, device=observed.device)]
@@ -330,11 +315,11 @@ class ScaleSync:
             kept = delayed.roll(own.scales, reduced[-2], reduced[-1][0] > 0)
             self._observed.append((own.scales, kept))
             self._settle(own)
-        fill_scales(slots, reduced[: len(slots)])
-        quantize(slots)
-        for slot in slots:
-            if slot.shard is not None:
-                slot.shard.reshard()  # what was kept gathered after a forward, or by `unshard()`
+        fill_scales(weights, reduced[: len(weights)])
+        quantize(weights)
+        for weight in weights:
+            if weight.shard is not None:
+                weight.shard.reshard()  # what was kept gathered after a forward, or by `unshard()`
 
     def _settle(self, own: Group) -> None:
         """After the first steps, note which scales are ready: amax and cast are one pass from then on."""
@@ -357,9 +342,7 @@ def sync_of(module: nn.Module) -> ScaleSync | None:
 def syncs_of(model: nn.Module) -> list[ScaleSync]:
     """Return the syncs that concern `model`, each once, in an order that all ranks share."""
     found = [sync_of(module) for module in model.modules()]
-    found += [
-        getattr(shard.local.info.slot, "sync", None) for shard in fsdp.shards(model) if hasattr(shard.local, "info")
-    ]
+    found += [shard.local.fp8_weight.sync for shard in fsdp.shards(model) if hasattr(shard.local, "fp8_weight")]
     # layers that were converted as part of another model keep the sync that they had there
     found += [scale.sync for scale in delayed_scales(model)]
     return list(dict.fromkeys(sync for sync in found if sync is not None))
@@ -389,11 +372,9 @@ def synchronize_all(model: nn.Module, *, group: dist.ProcessGroup | None = None,
         sync.synchronize(group=group or sync.replicas, roll=roll)
 
 
-def _slot_of(shard: fsdp.Shard) -> Slot:
-    """Return the slot of a weight that FSDP2 shards."""
-    info = shard.local.info
-    if info.cast.grid.is_mx and shard.fsdp_param.fsdp_placement.dim != 0:
-        raise Fp8Error(f"{shard.full_name} is in MX, with blocks along its rows. Shard it along dimension 0.")
-    return Slot(
-        shard.full_name, info.cast, lambda: shard.local.plain, shard.region, shard.padded_shape, shard.device, shard
-    )
+def _placed(shard: fsdp.Shard) -> Fp8Weight:
+    """Return a weight that FSDP2 shards, and note where its part is."""
+    weight, name = shard.local.fp8_weight, shard.full_name
+    if weight.grid.is_mx and shard.fsdp_param.fsdp_placement.dim != 0:
+        raise Fp8Error(f"{name} is in MX, with blocks along its rows. Shard it along dimension 0.")
+    return weight.place(name, lambda: shard.local.plain, shard.region, shard.padded_shape, shard.device, shard)

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
 
 from fp8_common import Fp8Error
 from fp8_common.torch.compat import map_local
-from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight, WeightInfo
+from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.tensor_parallel.layers import Colwise, Rowwise, TensorParallel, gather_input
 
@@ -64,8 +64,8 @@ class _Float8Parallel(ParallelStyle):
         whole = distribute_tensor(data.plain if wrapped else data, mesh, [placement], src_data_rank=self.src_data_rank)
         if wrapped:
             # the part is another weight than the whole one
-            info = WeightInfo(data.info.cast, data.info)
-            whole = map_local(whole.detach(), lambda local: ShardedFloat8Weight(local, info))
+            part = data.fp8_weight.another()
+            whole = map_local(whole.detach(), lambda local: ShardedFloat8Weight(local, part))
         return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 

@@ -16,8 +16,8 @@ from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.sharding.fsdp import pad_rows, unpad
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.layers.module import Distribution, with_bias
-from fp8_torch_fsdp.scales.slot import Slot
 from fp8_torch_fsdp.scales.stale import nan_if_stale, tell_others_if_stale
+from fp8_torch_fsdp.scales.weight import Fp8Weight
 from fp8_torch_fsdp.traceable.ops import copy_in_backward
 from fp8_torch_fsdp.traceable.parameters import gathered
 from fp8_torch_fsdp.traceable.placement import Placement, Started, local_of, pad
@@ -28,12 +28,12 @@ class TraceableShards(Distribution):
     """The weight of one layer, cut by rows; a `Gather` of it.
 
     Attributes:
-        slot: Its shape, how it is scaled, and the scales that the ranks agreed on.
+        weight: Its shape, how it is scaled, and the scales that the ranks agreed on.
         place: Where the shards are.
         in_fp8: Whether it travels as FP8 codes.
     """
 
-    slot: Slot
+    weight: Fp8Weight
     place: Placement
     in_fp8: bool
 
@@ -55,25 +55,25 @@ class TraceableShards(Distribution):
             RuntimeError: The weight is not the one that its scale was made for; on a GPU its scale and the first row of
                 codes are NaN then.
         """
-        slot, grid = self.slot, self.slot.cast.grid
+        own, grid = self.weight, self.weight.grid
         if not self.in_fp8:
-            return None, pad(weight, slot.padded_shape[0]).contiguous()
-        # The scales are read from the slot at each call: in a compiled graph it is an input, not a constant.
-        scale, scale_inv = slot.scale, slot.scale_inv
-        if not slot.own_bits.numel():  # a constant: nothing to compare
-            return scale_inv, pad_rows(grid.quantize_part(weight, scale, slot.region), slot.padded_shape)
+            return None, pad(weight, own.padded_shape[0]).contiguous()
+        # The scales are read at each call: in a compiled graph it is an input, not a constant.
+        scale, scale_inv = own.scale, own.scale_inv
+        if not own.own_bits.numel():  # a constant: nothing to compare
+            return scale_inv, pad_rows(grid.quantize_part(weight, scale, own.region), own.padded_shape)
         # The same amax on every rank is the same scale, so no change that matters escapes; the cast finds it in the
         # read that it needs anyway.
-        codes, stale = grid.quantize_and_compare(weight, scale, slot.own_bits, slot.region)
+        codes, stale = grid.quantize_and_compare(weight, scale, own.own_bits, own.region)
         scale_inv = nan_if_stale(
             scale_inv,
             stale,
             # no name in here: blocks that differ in nothing but names share one graph
-            f"The FP8 scale of a weight of shape {tuple(slot.region.full_shape)} is stale: the weight changed since "
+            f"The FP8 scale of a weight of shape {tuple(own.region.full_shape)} is stale: the weight changed since "
             "the last forward of the root. Call the module that fully_shard_traceable was applied to.",
         )
         tell_others_if_stale(codes, stale, grid.cast.fp8_format)
-        return scale_inv, pad_rows(codes, slot.padded_shape)
+        return scale_inv, pad_rows(codes, own.padded_shape)
 
     def start(self, sent: tuple[Any, ...], grad: torch.Tensor | None) -> tuple[torch.Tensor | None, Started]:
         """Start to gather the parts."""
@@ -86,12 +86,11 @@ class TraceableShards(Distribution):
     def finish(self, started: Any, record: bool) -> Quantized:
         """Return the gathered weight as an operand; codes share the memory of what arrived."""
         scale_inv, gather = started
-        arrived, shape = self.place.finish(gather), self.slot.region.full_shape
-        cast = self.slot.cast
-        fmt, tile = cast.grid.cast.fp8_format, cast.grid.tile
+        arrived, shape = self.place.finish(gather), self.weight.region.full_shape
+        fmt, tile = self.weight.grid.cast.fp8_format, self.weight.grid.tile
         if scale_inv is None:
             # padding of all ranks is at the end
-            return cast.whole(arrived[: shape[0]], record=record)
+            return self.weight.whole(arrived[: shape[0]], record=record)
         return Quantized(unpad(arrived, shape, torch_dtype(fmt)), scale_inv, fmt, tile)
 
     def start_reduce(self, grad_weight: torch.Tensor) -> Started:
@@ -100,4 +99,4 @@ class TraceableShards(Distribution):
 
     def finish_reduce(self, started: Any) -> torch.Tensor:
         """Return this rank's rows of the averaged gradient."""
-        return self.place.finish_average(started, self.slot.region.full_shape[0])
+        return self.place.finish_average(started, self.weight.region.full_shape[0])

@@ -14,8 +14,8 @@ from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.scales.delayed import delayed_scales
 from fp8_torch_fsdp.scales.groups import Group
-from fp8_torch_fsdp.scales.slot import Slot
 from fp8_torch_fsdp.scales.sync import ScaleSync
+from fp8_torch_fsdp.scales.weight import Fp8Weight
 from fp8_torch_fsdp.traceable.linear import TraceableShards
 from fp8_torch_fsdp.traceable.parameters import gather_in_forward
 from fp8_torch_fsdp.traceable.placement import Placement, local_of, sharded
@@ -47,7 +47,7 @@ def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -
     place = Placement.of(mesh)
     # by the id of the original, which is kept so that no other parameter gets its id
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    slots: dict[int, Slot] = {}
+    weights: dict[int, Fp8Weight] = {}
     for prefix, module in list(model.named_modules()):
         own = {name: one for name, one in module._parameters.items() if one is not None}
         # Asked before plain DTensors take the place: in this mode the layers send codes themselves.
@@ -59,26 +59,25 @@ def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -
                 mark_replaced(parameter, "fully_shard_traceable")
             module._parameters[name] = made[id(parameter)][1]
         if isinstance(module, Float8Linear):
-            slot = slots.get(id(module.weight)) or _slot_of(module, f"{prefix}.weight".lstrip("."), place)
+            weight = weights.get(id(module.weight)) or _placed(module, f"{prefix}.weight".lstrip("."), place)
             if in_fp8:  # layers that share a weight share its scale
-                slots[id(module.weight)] = slot
-            module.distribute(TraceableShards(slot=slot, place=place, in_fp8=in_fp8))
+                weights[id(module.weight)] = weight
+            module.distribute(TraceableShards(weight=weight, place=place, in_fp8=in_fp8))
         elif own:
             gather_in_forward(module, list(own), place)
     ranks = tuple(sorted(mesh.mesh.reshape(-1).tolist()))
-    group = Group(group_of_ranks(ranks, mesh.get_group(mesh.ndim - 1)), list(slots.values()), delayed_scales(model))
+    group = Group(group_of_ranks(ranks, mesh.get_group(mesh.ndim - 1)), list(weights.values()), delayed_scales(model))
     ScaleSync(model, [group], sharded=True)
     return model
 
 
-def _slot_of(layer: Float8Linear, name: str, place: Placement) -> Slot:
+def _placed(layer: Float8Linear, name: str, place: Placement) -> Fp8Weight:
     weight = layer._parameters["weight"]
     if weight is None:
         raise Fp8Error(f"{name} is missing: a Float8Linear needs a weight.")
     rows, *columns = weight.shape
-    return Slot(
+    return layer.fp8["weight"].weight.place(
         name,
-        layer.fp8["weight"].weight_cast,
         # read anew each time: an assigning load exchanges the parameter
         lambda: local_of(layer.weight).detach(),
         Region.along(0, place.first_row(rows), weight.shape),

@@ -63,6 +63,7 @@ class ScaleGrid:
 
     Attributes:
         block: What shares a scale.
+        is_mx: Whether scales are E8M0 codes, which travel with the part that they belong to: nothing is agreed on.
 
     Raises:
         Fp8Error: Weights are not quantized with this granularity.
@@ -72,9 +73,10 @@ class ScaleGrid:
     stacked: bool = False
     transposed: bool = False
     block: Block = dataclasses.field(init=False)
+    is_mx: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        """Derive the block."""
+        """Derive the others."""
         if self.cast.granularity not in BLOCKS:
             raise Fp8Error(
                 f"Weights cannot be cast with {self.cast.scaling} {self.cast.granularity} scaling. Use one of "
@@ -86,11 +88,7 @@ class ScaleGrid:
         if block is not None and self.transposed:
             block = block[::-1]
         object.__setattr__(self, "block", block)  # the dataclass is frozen
-
-    @property
-    def is_mx(self) -> bool:
-        """Whether scales are E8M0 codes, which travel with the part that they belong to: nothing is agreed on."""
-        return self.cast.granularity == "mx"
+        object.__setattr__(self, "is_mx", self.cast.granularity == "mx")
 
     @property
     def tile(self) -> tuple[int, int] | None:
