@@ -136,6 +136,12 @@ def narrow_bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(integer) & mask
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors of one dtype hold the same bits: 0 and -0 differ."""
+    integer, _ = _BITS[a.element_size()]
+    return a.shape == b.shape and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
 def amax_bits(amax: torch.Tensor) -> torch.Tensor:
     """Return the bits of float32 values with the sign cleared, as int32; the integers of MAX all-reduces."""
     return amax.view(torch.int32) & KEY_MASK

@@ -18,7 +18,7 @@ from fp8_common import Fp8Error
 from fp8_common.torch.compat import local_of, version_of
 from fp8_common.torch_layers.sharding import fsdp
 from fp8_common.torch_layers.sharding.agreement import group_of_parts
-from fp8_te_init.masters.values import gradient_elsewhere, new_master, part_like, tell_of_master
+from fp8_te_init.masters.values import exchanged, gradient_elsewhere, new_master, part_like, tell_of_master
 from fp8_te_init.te import TeWeight, fp8_of, kind_of
 from fp8_te_init.te_modules import ORDER
 from fp8_te_init.weight.all_gather import quantize_together
@@ -152,22 +152,10 @@ class MasterOptimizer(Optimizer):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        known = iter(list(self._kinds))  # in the order of the groups
-        present = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            before = [next(known) for _ in theirs["params"]]
-            for parameter, old in itertools.zip_longest(ours["params"], before):
-                if parameter is None or parameter in self._kinds:
-                    continue
-                if old is None or id(old) in present or old.shape != parameter.shape:
-                    raise Fp8Error(
-                        f"A parameter of shape {tuple(parameter.shape)} was put into a group of this MasterOptimizer, "
-                        "in the place of no other of this shape: make the optimizer for the model as it is trained, "
-                        "after fully_shard, or use add_param_group."
-                    )
-                found.append((old, parameter))
-        for old, parameter in found:
+        pairs = zip(self.param_groups, self.inner.param_groups, strict=True)
+        for old, parameter in exchanged(
+            [(ours["params"], len(theirs["params"])) for ours, theirs in pairs], self._kinds
+        ):
             self._take_over(old, parameter)
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs["params"] = [self._masters.get(parameter, parameter) for parameter in ours["params"]]

@@ -1,6 +1,8 @@
 """What masters are made of and follow: starts, gradients, and writes to parameters."""
 
+import itertools
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,3 +58,32 @@ def gradient_elsewhere(parameter: Any) -> torch.Tensor | None:
     """Return the gradient of a parameter where TransformerEngine and Megatron put it."""
     gradient = getattr(parameter, "decoupled_grad", None)
     return getattr(parameter, "main_grad", None) if gradient is None else gradient
+
+
+def exchanged(
+    groups: Sequence[tuple[Sequence[torch.Tensor], int]], known: Mapping[torch.Tensor, object]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the parameters that were put in the place of others, each after the other.
+
+    Args:
+        groups: The parameters of each group, and how many it had before.
+        known: The parameters of before, in the order of the groups.
+
+    Raises:
+        Fp8Error: A parameter is there that is in the place of none, or of one of another shape.
+    """
+    rest, found = iter(list(known)), list[tuple[torch.Tensor, torch.Tensor]]()
+    present = {id(parameter) for parameters, _ in groups for parameter in parameters}
+    for parameters, count in groups:
+        before = list(itertools.islice(rest, count))
+        for parameter, old in itertools.zip_longest(parameters, before):
+            if parameter is None or parameter in known:
+                continue
+            if old is None or id(old) in present or old.shape != parameter.shape:
+                raise Fp8Error(
+                    f"A parameter of shape {tuple(parameter.shape)} was put into a group of this MasterOptimizer, in "
+                    "the place of no other of this shape: make the optimizer for the model as it is trained, after "
+                    "fully_shard, or use add_param_group."
+                )
+            found.append((old, parameter))
+    return found

@@ -15,8 +15,9 @@ import torch
 from fp8_common import CastRecipe, Format, Fp8Error
 from fp8_common.torch import casts, decoding, numerics, torch_dtype, update_history
 from fp8_common.torch.compat import local_of, version_of
-from fp8_common.torch_layers.sharding.scale_grid import Region, ScaleGrid
+from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
 from fp8_te_init.errors import StaleInitError
+from fp8_te_init.weight.part import Part
 
 logger = logging.getLogger(__name__)
 
@@ -35,28 +36,6 @@ _ADVICE = {
     CODES_ALONE: "The state dict lacks them, or a load has failed: load a whole state dict.",
     SCALES_ALONE: "Load both with load_state_dict; average the masters of a MasterOptimizer, not a model's buffers.",
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """Which weight this is, and which of its rows: what no write changes.
-
-    Attributes:
-        grid: How the weight is cast, and where its scales lie.
-        dtype: float32, bfloat16 or float16: what the weight stands for.
-        full_shape: [rows, columns] of the whole weight.
-        first_row: Index of the first row that is held here; None for a weight that is whole on each rank.
-    """
-
-    grid: ScaleGrid
-    dtype: torch.dtype
-    full_shape: torch.Size
-    first_row: int | None = None
-
-    @property
-    def region(self) -> Region:
-        """Where the rows that are held here begin."""
-        return Region.along(0, self.first_row or 0, self.full_shape)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True, weakref_slot=True)
@@ -263,7 +242,7 @@ class WeightState:
         """
         values = values.detach()
         for held in () if fresh else (self, self.displaced):
-            if held is None or held.problem is not None or not _same_bits(values, held.values(values.dtype)):
+            if held is None or held.problem is not None or not numerics.same_bits(values, held.values(values.dtype)):
                 continue
             if held is not self:
                 self._put_back(held)
@@ -510,12 +489,6 @@ def tell_of_restart() -> None:
         "of another step, a copy): these masters start again from rounded values. Load model and optimizer of the same "
         "step, in any order, or values of high precision."
     )
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors hold the same values; 0 and -0 differ, since their codes do."""
-    bits = torch.int32 if a.dtype == torch.float32 else torch.int16
-    return a.shape == b.shape and torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
 def _copied(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:

@@ -28,7 +28,8 @@ from fp8_common.torch.compat import (
 )
 from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
 from fp8_te_init.weight import all_gather
-from fp8_te_init.weight.state import Part, WeightState
+from fp8_te_init.weight.part import Part
+from fp8_te_init.weight.state import WeightState
 
 aten = torch.ops.aten
 logger = logging.getLogger(__name__)
