@@ -19,17 +19,13 @@ from fp8_common.torch_layers.linear.matmul import MatmulOptions
 PRODUCTS, BITS = 32, 13
 
 
-def truncated(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return float32 values cut off towards zero behind so many bits of the mantissa."""
-    return (x.view(torch.int32) & -(1 << (23 - bits))).view(torch.float32)
-
-
 def sums(a: torch.Tensor, b: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return a @ b.T of float32 [M, K] and [N, K], accumulated with fewer bits."""
+    """Return a @ b.T of float32 [M, K] and [N, K], each sum cut off towards zero behind so many bits of the mantissa."""
     total = a.new_zeros(len(a), len(b))
     with torch.autocast(a.device.type, enabled=False):
         for first, second in zip(a.split(PRODUCTS, 1), b.split(PRODUCTS, 1), strict=True):
-            total = truncated(total + first @ second.t(), bits)
+            total.addmm_(first, second.t())
+            total.view(torch.int32).bitwise_and_(-(1 << (23 - bits)))
     return total
 
 
