@@ -20,7 +20,7 @@ PRODUCTS, BITS = 32, 13
 
 
 def sums(a: torch.Tensor, b: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return a @ b.T of float32 [M, K] and [N, K], each sum cut off towards zero behind so many bits of the mantissa."""
+    """Return a @ b.T of float32 [M, K] and [N, K], each sum cut off towards zero to so many bits of mantissa."""
     total = a.new_zeros(len(a), len(b))
     with torch.autocast(a.device.type, enabled=False):
         for first, second in zip(a.split(PRODUCTS, 1), b.split(PRODUCTS, 1), strict=True):
