@@ -7,7 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp8_torch_fsdp import ExpertLayout
+
 LENGTH, HEAD_DIM = 128, 32
+EXPERTS, CHOSEN = 4, 2
 
 
 class Block(nn.Module):
@@ -31,12 +34,15 @@ class Block(nn.Module):
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """Return the block's output for x [rows, length, dim]; `bias` is added to scores [rows * heads, ...]."""
         x = x + self.out(self.attend(self.qkv(_norm(x)), bias))
-        y = _norm(x)
+        return x + self.transform(_norm(x))
+
+    def transform(self, y: Tensor) -> Tensor:
+        """Return what each position adds to itself, of the normalized input."""
         hidden = F.silu(self.gate(y)) * self.up(y)
         if self.outlier:
             # Its weights are and stay 0 (`Training.step`): in bf16 this changes nothing, in FP8 only scales.
             hidden = torch.cat([torch.full_like(hidden[..., :1], 2.0**self.outlier), hidden[..., 1:]], dim=-1)
-        return x + self.down(hidden)
+        return self.down(hidden)
 
     def attend(self, qkv: Tensor, bias: Tensor) -> Tensor:
         """Return what each position reads; written out, because the fused backward is slow in bf16 on CPUs."""
@@ -48,15 +54,62 @@ class Block(nn.Module):
         return read.view(rows, self.heads, length, HEAD_DIM).transpose(1, 2).reshape(rows, length, -1)
 
 
+class Experts(nn.Module):
+    """A SwiGLU for each expert, for rows [rows, dim] that are sorted by expert and the ends of their groups."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(EXPERTS, 2 * dim, dim))
+        self.down = nn.Parameter(torch.empty(EXPERTS, dim, dim))
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """Return [rows, dim]; written out, because the grouped matmul is slow in bf16 on CPUs."""
+        ends = offsets.tolist()
+        parts = []
+        for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            gate, up = (x[start:end] @ self.gate_up[expert].mT).chunk(2, dim=-1)
+            parts.append(F.silu(gate) * up @ self.down[expert].mT)
+        return torch.cat(parts)
+
+
+def _experts_in_fp8(experts: Any, x: Tensor, offsets: Tensor) -> Tensor:
+    gate, up = experts.grouped_product("gate_up", x, offsets).chunk(2, dim=-1)
+    return experts.grouped_product("down", F.silu(gate) * up, offsets)
+
+
+LAYOUTS = {Experts: ExpertLayout(forward=_experts_in_fp8, weights=("gate_up", "down"))}
+"""Where the weights of `Experts` are, for a conversion."""
+
+
+class MixtureBlock(Block):
+    """A block of which a router sends each position to `CHOSEN` of `EXPERTS` experts."""
+
+    def __init__(self, dim: int, outlier: int) -> None:
+        super().__init__(dim, outlier)
+        del self.gate, self.up, self.down
+        self.router = nn.Linear(dim, EXPERTS, bias=False)
+        self.experts = Experts(dim)
+
+    def transform(self, y: Tensor) -> Tensor:
+        """Return the sum of the chosen experts, weighted by their scores."""
+        tokens = y.flatten(0, -2)
+        scores, chosen = self.router(tokens).float().softmax(-1).topk(CHOSEN)
+        order = chosen.flatten().argsort(stable=True)
+        offsets = chosen.flatten().bincount(minlength=EXPERTS).cumsum(0).int()
+        routed = self.experts(tokens[order // CHOSEN], offsets) * scores.flatten()[order, None]
+        return torch.zeros_like(tokens).index_add(0, order // CHOSEN, routed.to(tokens.dtype)).view_as(y)
+
+
 class ByteModel(nn.Module):
     """A decoder over bytes: ALiBi's distances as positions, norms without weights, layers without biases."""
 
     bias: Tensor
 
-    def __init__(self, dim: int, layers: int, outlier: int) -> None:
+    def __init__(self, dim: int, layers: int, outlier: int, *, mixture: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, dim)
-        self.blocks = nn.ModuleList(Block(dim, outlier) for _ in range(layers))
+        block = MixtureBlock if mixture else Block
+        self.blocks = nn.ModuleList(block(dim, outlier) for _ in range(layers))
         self.head = nn.Linear(dim, 256, bias=False)
         position, heads = torch.arange(LENGTH), dim // HEAD_DIM
         distance, slopes = position[:, None] - position, 2.0 ** -(torch.arange(heads) % 8 + 1.0)

@@ -21,11 +21,14 @@ HELD_OUT_BATCHES, POINTS = 16, 20
 RATE, WARM_UP, LAST_RATE = 1.5e-3, 0.05, 0.1
 E5M2_WEIGHTS = "tensorwise with E5M2 weights"
 """Positive control: one bit of the weights' mantissa less; gradients are E4M3, because products need one side of it."""
+FULL, FAST = "rowwise with full accumulation", "rowwise with fast accumulation"
+"""Row-wise layers of which no matmul, or each that the defaults say, accumulates with fewer bits; where matmuls are
+emulated, fast accumulation is modelled (`benchmarks._accumulation`)."""
 COSINE, TO_ZERO, TRUNK, ANNEAL = "cosine", "to zero", "trunk", "anneal"
 """Schedules: half a cosine to a tenth; the same in four fifths of the steps, then linear to 0; constant after the rise;
 linear to 0."""
-SEEDS = {"small": 32, "anneal": 32, "medium": 40, "large": 8}
-"""Seeds of the questions that `python -m benchmarks.convergence` measures with three controls a seed."""
+SEEDS = {"small": 32, "anneal": 32, "medium": 40, "large": 8, "mixture": 8}
+"""Seeds of the questions whose seeds are compared when they are whole; with three controls each, but for a mixture."""
 TWINS = 3
 
 
@@ -37,9 +40,10 @@ class Spec:
         question: What the run helps to answer; the first part of its name.
         recipe: Of `RECIPES` or `WIRES`.
         seed: Of parameters and windows.
-        model: "bytes", one of `ARCHITECTURES`, or "module:function" (`benchmarks._protocol`).
-        dim: Width of "bytes".
-        layers: Blocks of "bytes".
+        model: "bytes"; "mixture", the same with a mixture of experts in each block; one of `ARCHITECTURES`; or
+            "module:function" (`benchmarks._protocol`).
+        dim: Width of "bytes" and "mixture".
+        layers: Blocks of these.
         rows: Windows of 128 bytes in a step.
         steps: Optimizer steps.
         rate: Factor on every learning rate.
@@ -110,6 +114,8 @@ def queue() -> Iterator[Spec]:
     for seed in range(SEEDS["large"]):
         large: dict[str, Any] = {"dim": 512, "layers": 6, "steps": 3000}
         yield from controlled("large", seed, ("tensorwise", "rowwise", "blockwise"), **large, schedule=TO_ZERO)
+    for seed in range(SEEDS["mixture"]):
+        yield from mixture(seed)
 
 
 def controlled(question: str, seed: int, recipes: tuple[str, ...] = RECIPES[1:], **fields: Any) -> Iterator[Spec]:
@@ -121,6 +127,13 @@ def controlled(question: str, seed: int, recipes: tuple[str, ...] = RECIPES[1:],
     yield Spec(question=question, recipe="tensorwise", seed=seed, head=True, **fields)
     yield Spec(question=question, recipe=E5M2_WEIGHTS, seed=seed, **fields)
     yield Spec(question=question, recipe="bf16", seed=seed, rate=2, **fields)
+
+
+def mixture(seed: int) -> Iterator[Spec]:
+    """Yield runs of a mixture of experts: a control and both accumulations."""
+    fields: dict[str, Any] = TINY | {"model": "mixture", "steps": 150, "schedule": TO_ZERO}
+    for recipe in ("bf16", FULL, FAST):
+        yield Spec(question="mixture", recipe=recipe, seed=seed, **fields)
 
 
 def breaks(seed: int) -> Iterator[Spec]:

@@ -257,6 +257,7 @@ def comparisons(folder: Path) -> Iterator[tuple[str, dict[str, dict[int, float]]
         "anneal": "0.4 M parameters, 1,200 steps in bf16, then 400 steps to rate 0 in each recipe",
         "medium": "2.5 M parameters, 4,000 steps, rate to 0, three controls",
         "large": "20 M parameters, 3,000 steps, rate to 0, three controls",
+        "mixture": "Mixture of 4 experts, 0.6 M parameters, 150 steps, rate to 0",
         "recipes": "2.5 M parameters, 4,000 steps",
         "larger": "20 M parameters, 3,000 steps",
         "wires": "0.4 M parameters, 500 steps, compressed communication",

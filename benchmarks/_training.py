@@ -1,5 +1,6 @@
 """One run of `benchmarks.convergence` in training."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -12,13 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks._models import LENGTH, ByteModel, Published
+from benchmarks._accumulation import fast_accumulation
+from benchmarks._models import LAYOUTS, LENGTH, ByteModel, Published
 from benchmarks._plan import (
     ALL,
     ANNEAL,
     BOTH,
     COSINE,
     E5M2_WEIGHTS,
+    FAST,
+    FULL,
     HELD_OUT_BATCHES,
     LAST_RATE,
     POINTS,
@@ -32,7 +36,7 @@ from fp8_common import E4M3
 from fp8_common.torch.casts import quantize_mx
 from fp8_common.torch.decoding import dequantize_mx
 from fp8_common.torch_layers.sharding.gradients import pack_gradients, sum_gradients
-from fp8_torch_fsdp import DelayedState, Float8LinearConfig, convert_to_float8_training, synchronize_scales
+from fp8_torch_fsdp import DelayedState, Float8LinearConfig, GemmConfig, convert_to_float8_training, synchronize_scales
 
 
 class Training:
@@ -60,7 +64,12 @@ class Training:
                 recipe, formats = config.recipe, {"weight": "e5m2", "grad_output": "e4m3"}
                 casts = {name: dataclasses.replace(getattr(recipe, name), format=to) for name, to in formats.items()}
                 config = dataclasses.replace(config, recipe=dataclasses.replace(recipe, **casts))
-            convert_to_float8_training(self.model, config=config, module_filter_fn=self._chosen, heads=spec.head)
+            if layers == FULL:
+                full = dict.fromkeys(("fast_accum_output", "fast_accum_grad_input", "fast_accum_grad_weight"), False)
+                config = dataclasses.replace(config, gemms=GemmConfig(**full))
+            convert_to_float8_training(
+                self.model, config=config, module_filter_fn=self._chosen, heads=spec.head, experts=LAYOUTS
+            )
         self.compressed = [
             parameter for name, parameter in self.model.named_parameters() if self.wire == ALL or "blocks" in name
         ]
@@ -101,8 +110,8 @@ class Training:
             self.model, self.batch, self.held_out_windows = task(spec.seed)
             windows = b"".join(np.ascontiguousarray(one).tobytes() for one in (self.batch(0), *self.held_out_windows))
             self.data = hashlib.sha256(windows).hexdigest()
-        elif module == "bytes":
-            self.model = ByteModel(spec.dim, spec.layers, spec.outlier)
+        elif module in ("bytes", "mixture"):
+            self.model = ByteModel(spec.dim, spec.layers, spec.outlier, mixture=module == "mixture")
             self._start()
         else:
             self.model = Published(module)
@@ -127,8 +136,8 @@ class Training:
         nn.init.normal_(self.model.embedding.weight)
         for name, weight in self.model.named_parameters():
             if "embedding" not in name:
-                small = name.endswith(("out.weight", "down.weight", "head.weight"))
-                nn.init.normal_(weight, std=(0.25 if small else 1.0) * weight.shape[1] ** -0.5)
+                small = name.endswith(("out.weight", "down.weight", "head.weight", "experts.down"))
+                nn.init.normal_(weight, std=(0.25 if small else 1.0) * weight.shape[-1] ** -0.5)
         if self.spec.outlier:
             for block in self.model.blocks:
                 nn.init.zeros_(block.down.weight[:, 0])
@@ -139,11 +148,17 @@ class Training:
             return False
         return spec.head or "head" not in name
 
+    def _accumulation(self) -> contextlib.AbstractContextManager[None]:
+        """Return how emulated matmuls accumulate; on a GPU its own are used."""
+        modelled = self.spec.recipe == FAST and self.device == "cpu"
+        return fast_accumulation() if modelled else contextlib.nullcontext()
+
     def step(self) -> None:
         """Make one optimizer step."""
         spec, at = self.spec, len(self.losses)
         codes = self.batch(spec.trunk + at)
-        loss = self._pass_of_ranks(codes) if self.wire else self._pass(codes).item()
+        with self._accumulation():
+            loss = self._pass_of_ranks(codes) if self.wire else self._pass(codes).item()
         if spec.outlier:
             for block in self.model.blocks:
                 block.down.weight.grad[:, 0] = 0
@@ -236,7 +251,8 @@ class Training:
             self._gather()
         self.model.eval()
         windows = (torch.from_numpy(codes.astype(np.int64)) for codes in self.held_out_windows)
-        losses = [self.loss(codes.to(self.device)) for codes in windows]
+        with self._accumulation():
+            losses = [self.loss(codes.to(self.device)) for codes in windows]
         self.model.train()
         return torch.stack(losses).mean().item()
 

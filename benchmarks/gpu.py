@@ -39,6 +39,7 @@ from benchmarks import _gpu_parts as ask
 from benchmarks import _gpu_published as ask_published
 from benchmarks._common import RESULTS, machine, table
 from benchmarks.modelled.models import CONTENDERS
+from benchmarks.modelled.moe import MIXTURES
 
 RECIPES = ("rowwise", "tensorwise", "tensorwise_delayed", "blockwise", "rowwise_with_gw_hp")
 
@@ -69,7 +70,7 @@ def plan(gpu: str | None = "H100") -> list[Part]:
     peers = [f"torchao-{recipe}" for recipe in recipes] if importlib.util.find_spec("torchao") else []
     contenders = [*(f"ours-{recipe}" for recipe in RECIPES), *peers]
     bits = [name for name in ask.TESTS if importlib.util.find_spec(ask.NEEDS.get(name, "torch"))]
-    mixtures = [f"128 2048 768 {8 * ask.LLAMA}", f"8 4096 14336 {2 * ask.LLAMA}"]
+    mixtures = [" ".join(map(str, shape)) for shape in MIXTURES.values()]
 
     def together(name: str, seconds: float, each: Callable[[ask.Report, str], None], given: list[str]) -> Part:
         claims = {
@@ -97,7 +98,7 @@ def plan(gpu: str | None = "H100") -> list[Part]:
         Part("two ranks", 60, (f"layers: {ask.EVERY_TEST}",), ask.tests, "layers -k two_ranks"),
         together("layers", 55, ask.layer, contenders),
         together("blocks", 85, ask.block, contenders),
-        together("experts", 50, ask.experts, mixtures),
+        together("experts", 60, ask.experts, mixtures),
         Part("JAX", 70, (ask.CODES, ask.FASTER), ask_jax.layer),
         Part("te-init", 15, (ask.MASTERS,), ask.te_init),
         *(

@@ -27,7 +27,7 @@ def run(*command):
 def test_a_benchmark_writes_its_figures_and_its_table(name, tmp_path, full):
     if not full:
         pytest.skip("benchmarks run with --full")
-    if name == "modelled_step" and (reason := pretended_gpu.obstacle()):
+    if name.startswith("modelled_") and (reason := pretended_gpu.obstacle()):
         pytest.skip(reason)
     said = run(f"benchmarks.{name}", "--quick", "--results", str(tmp_path))
     results = sorted(tmp_path.glob("*.json"))

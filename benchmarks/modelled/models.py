@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import nn
@@ -50,6 +51,9 @@ class Layer(nn.Sequential):
 
 
 MODELS = {"block": Block, "linear": Layer, "moe": moe.MoeBlock, "experts": moe.ExpertsAlone}
+EXPERTS = {
+    name: partial(moe.ExpertsAlone, hidden=shape.hidden, count=shape.count) for name, shape in moe.MIXTURES.items()
+}
 
 
 def contenders(model: str) -> tuple[str, ...]:
@@ -95,7 +99,7 @@ def measure(contender: str, mode: str, *, model: str, width: int, tokens: int) -
     Args:
         contender: One of `CONTENDERS`, or "ours-" and any recipe.
         mode: "compiled" or "eager", or "written": compiled, of which only the code is recorded.
-        model: One of `MODELS`.
+        model: One of `MODELS` or `EXPERTS`.
         width: Features, a multiple of 128.
         tokens: Rows.
     """
@@ -103,7 +107,7 @@ def measure(contender: str, mode: str, *, model: str, width: int, tokens: int) -
     step = Step()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.autograd.set_multithreading_enabled(False):
         with torch.device("cuda"), _default_dtype(torch.bfloat16):
-            network = MODELS[model](width)
+            network = (MODELS | EXPERTS)[model](width)
             x = torch.randn(1, tokens, width, requires_grad=True)
             cos, sin = (torch.randn(tokens, HEAD // 2, dtype=torch.float32) for _ in range(2))
         convert(network, contender, mode)

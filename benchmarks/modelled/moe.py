@@ -1,7 +1,7 @@
 """A Qwen3-MoE block, and its experts' products as bf16, torchao and this project make them."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,23 @@ EXPERTS, CHOSEN = 128, 8
 KV_HEADS = 4
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise")
 """Block-wise scales are left out: for them the host would wait for the offsets, which a model cannot price."""
+
+
+class Shape(NamedTuple):
+    """The sizes of a layer of experts."""
+
+    count: int
+    width: int
+    hidden: int
+    rows: int
+
+
+MIXTURES = {
+    "Qwen3-30B, 128 of 2048 x 768, 65,536 rows": Shape(128, 2048, 768, 65536),
+    "Mixtral, 8 of 4096 x 14336, 16,384 rows": Shape(8, 4096, 14336, 16384),
+    "DeepSeek-V3, 32 of 7168 x 2048, 32,768 rows": Shape(32, 7168, 2048, 32768),
+}
+"""What `benchmarks.modelled_experts` counts and `benchmarks.gpu` times; 32 experts are those of one rank."""
 
 
 class Experts(nn.Module):
@@ -54,14 +71,14 @@ class Mixture(nn.Module):
 class ExpertsAlone(nn.Module):
     """The experts of a `Mixture`, each with the same number of tokens; input and output [1, tokens, width]."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, hidden: int | None = None, count: int = EXPERTS) -> None:
         super().__init__()
-        self.experts = Experts(width, width * 3 // 8)
+        self.experts, self.count = Experts(width, hidden or width * 3 // 8, count), count
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Multiply; there is nothing to rotate."""
         rows = x.flatten(0, 1)
-        ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32, device=x.device) * (len(rows) // EXPERTS)
+        ends = torch.arange(1, self.count + 1, dtype=torch.int32, device=x.device) * (len(rows) // self.count)
         return self.experts(rows, ends).view_as(x)
 
 

@@ -18,9 +18,10 @@ import torch
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: tables come with their pictures")
 
-from benchmarks import _plan, _runs, convergence, figures
+from benchmarks import _accumulation, _plan, _runs, convergence, figures
+from benchmarks._accumulation import sums
 from benchmarks._intervals import Estimate, Fit, power, quantile, seeds_for
-from benchmarks._plan import ANNEAL, RECIPES, TO_ZERO, WIRES, Spec, controlled, finished, queue
+from benchmarks._plan import ANNEAL, FAST, FULL, RECIPES, TO_ZERO, WIRES, Spec, controlled, finished, queue
 from benchmarks._training import Training, learning_rate
 from fp8_torch_fsdp import DelayedState
 from fp8_torch_fsdp.scales.model_hooks import forget_sync
@@ -138,6 +139,41 @@ def test_what_a_graph_replays_of_delayed_scaling_gives_the_losses_of_its_hooks()
             run.step()
         losses.append(run.losses)
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(("bits", "wanted"), [(13, 1.0), (14, 1 + 2.0**-14)])
+def test_modelled_sums_are_cut_off_towards_zero_after_each_32_products(bits, wanted):
+    x = torch.tensor([1 / 32] * 32 + [2.0**-19] * 32 + [0.0] * 5)[None]
+    ones = torch.ones(2, 69)
+    for sign in (1, -1):
+        assert sums(sign * x, ones, bits).tolist() == [[sign * wanted] * 2]
+    first, second = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)), torch.ones(2, 40)
+    torch.testing.assert_close(sums(first, second, 23), first @ second.t())
+
+
+def test_fast_accumulation_is_modelled_where_the_configuration_asks_for_it():
+    """Forward and gradients of experts; of dense layers, whose gradients are accumulated in full, the forward."""
+    run = Training(Spec(**TINY, recipe=FAST, model="mixture", steps=3), CORPUS(), "cpu")
+    asked = []
+
+    def noted(a, b, bits):
+        asked.append(bits)
+        return a @ b.t()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_accumulation, "sums", noted)
+        run.step()
+        assert asked == [13] * (2 + 4 * 2 * 3), "forwards of two dense layers, all matmuls of four experts"
+        asked.clear()
+        Training(Spec(**TINY, recipe=FULL, model="mixture", steps=3), CORPUS(), "cpu").step()
+        assert asked == []
+
+
+def test_both_accumulations_train_a_mixture_alike_and_not_the_same(train, tmp_path):
+    specs = [Spec(**TINY, recipe=recipe, model="mixture", steps=3) for recipe in ("bf16", FULL, FAST)]
+    losses = [run["held_out"][-1] for run in train(tmp_path, *specs)]
+    assert len(set(losses)) == 3
+    assert max(losses) - min(losses) < 0.01 * min(losses)
 
 
 def test_runs_of_another_schedule_are_not_mixed_in():

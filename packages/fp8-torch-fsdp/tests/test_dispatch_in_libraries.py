@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import fp8_torch_fsdp as f8
@@ -80,7 +81,8 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.randn(shape).bfloat16() / 8)
 
     def forward(self, input_RI, offsets_E):
-        return F.grouped_mm(input_RI, self.weight.mT, offs=offsets_E)
+        output = F.grouped_mm(input_RI, self.weight.flatten(1, -2).mT, offs=offsets_E)
+        return output.reshape(len(input_RI), *self.weight.shape[1:-1])
 
 
 GroupedExperts.forward = known_as(GroupedExperts.forward, "torchtitan.models.common.moe")
@@ -116,6 +118,22 @@ class RoutedGroups(nn.Module):
         return self.token_dispatcher.combine(self.w2(hidden, ends), metadata, x)
 
 
+class RoutedStacks(nn.Module):
+    """The same of torchtitan's main, where gate and up are one module."""
+
+    def __init__(self, count, dispatcher):
+        super().__init__()
+        self.w13, self.w2 = GroupedLinear(count, WIDTH, HIDDEN, linears=2), GroupedLinear(count, HIDDEN, WIDTH)
+        self.token_dispatcher = dispatcher
+
+    def forward(self, x, scores, chosen):
+        counts = torch.bincount(chosen.view(-1), minlength=self.token_dispatcher.num_experts)
+        rows, counts, metadata = self.token_dispatcher.dispatch(x, scores, chosen, counts)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        gate, up = self.w13(rows.bfloat16(), ends).unbind(-2)
+        return self.token_dispatcher.combine(self.w2(F.silu(gate) * up, ends), metadata, x)
+
+
 def mixture(cls, experts, recipe="rowwise", dispatcher=AllToAllTokenDispatcher):
     torch.manual_seed(0)
     return f8.convert_to_float8_training(nn.ModuleList([cls(experts, dispatcher(experts, TOP))]), recipe=recipe)
@@ -128,7 +146,7 @@ def drawn(rank, experts):
     return x.requires_grad_(), scores.requires_grad_(), chosen
 
 
-@pytest.mark.parametrize("cls", [RoutedExperts, RoutedGroups])
+@pytest.mark.parametrize("cls", [RoutedExperts, RoutedGroups, RoutedStacks])
 @on_ranks(2)
 def test_torchtitans_dispatcher_sends_codes(rank, cls):
     """A twin with all experts on each rank computes the same; what differs is the gradient's first cast."""
@@ -189,10 +207,60 @@ def test_other_dispatchers_are_left_alone():
     assert type(model[0].token_dispatcher) is DeepEPTokenDispatcher
 
 
-def test_projections_that_are_stacked_in_experts_stay_in_high_precision(caplog):
-    model = nn.ModuleList([GroupedLinear(2, WIDTH, HIDDEN, linears=2), nn.Linear(WIDTH, WIDTH)])
-    report = f8.float8_report(f8.convert_to_float8_training(model, recipe="rowwise"))
-    assert [one.fp8 for one in report.weights if one.name == "0.weight"] == [False]
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "tensorwise_delayed"])
+def test_projections_that_are_stacked_in_experts_are_one_matmul(recipe):
+    """[experts, 2, out, in] computes what the same rows of [experts, 2 * out, in] do, forward and backward."""
+    stacked = f8.convert_to_float8_training(nn.ModuleList([GroupedLinear(2, WIDTH, HIDDEN, linears=2)]), recipe=recipe)
+    flat = nn.ModuleList([GroupedLinear(2, WIDTH, 2 * HIDDEN)])
+    with torch.no_grad():
+        flat[0].weight.copy_(stacked[0].weight.flatten(1, 2))
+    f8.convert_to_float8_training(flat, recipe=recipe)
+    ends = torch.tensor([9, 20], dtype=torch.int32)
+    for _ in range(2):
+        x, found = torch.randn(20, WIDTH).bfloat16(), []
+        for model in (stacked, flat):
+            f8.synchronize_scales(model)
+            own = x.clone().requires_grad_()
+            y = model[0](own, ends)
+            y.flatten(1).backward(torch.ones(20, 2 * HIDDEN).bfloat16())
+            found.append((y.flatten(1), own.grad, model[0].weight.grad.reshape(2, 2 * HIDDEN, WIDTH)))
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert model[0](x, ends).ndim == 2
+    assert stacked[0](x, ends).shape == (20, 2, HIDDEN)
+    assert {name: one.shape for name, one in stacked.state_dict().items()}["0.weight"] == (2, 2, HIDDEN, WIDTH)
+    (weight,) = [one for one in f8.float8_report(stacked).weights if one.name == "0.weight"]
+    assert (weight.fp8, weight.wire, weight.why) == (
+        True,
+        "bfloat16",
+        "several projections of each expert in one stack",
+    )
+    plain = f8.unconvert(stacked)
+    assert type(plain[0]) is GroupedLinear
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise_delayed"])
+@on_ranks(2)
+def test_projections_that_are_stacked_in_experts_are_gathered_in_high_precision(rank, recipe):
+    """Under FSDP2 they compute what they do whole."""
+    found = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleList([GroupedLinear(4, WIDTH, HIDDEN, linears=2)])
+        f8.convert_to_float8_training(model, recipe=recipe)
+        if sharded:
+            fully_shard(model[0], mesh=mesh_of(2))
+        x, losses = torch.randn(20, WIDTH).bfloat16(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            f8.synchronize_scales(model)
+            loss = model[0](x, torch.tensor([5, 5, 12, 20])).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append(losses)
+    assert found[0] == found[1]
+    assert found[0][-1] < found[0][0]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

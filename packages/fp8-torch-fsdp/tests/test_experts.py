@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.fsdp_models import DIM, HIDDEN, RECIPES, Experts, Mixture, converted, mesh_of, seeded, shard
+from tests.helpers.fsdp_models import DIM, HIDDEN, RECIPES, STATIC, Experts, Mixture, converted, mesh_of, seeded, shard
 from tests.helpers.fsdp_rows import Row, both_gathers, check, check_all
 from tests.helpers.fsdp_training import adamw, batch, train
 from tests.helpers.ranks import on_ranks
@@ -90,6 +90,18 @@ ROWS = {
     "fewer experts than ranks, cut within": Row(
         both_gathers(lambda: Mixture(2), functools.partial(cut, dim=2)), 4, ("tensorwise", "tensorwise_delayed"), 3
     ),
+    "experts with few rows, in high precision": Row(
+        both_gathers(lambda: Mixture(4, idle=1, recompute=True), min_rows_per_expert=10**6),
+        recipes=("tensorwise", "rowwise"),
+        more=("rowwise_with_gw_hp", "blockwise", STATIC),
+        casts=3,
+    ),
+    "experts with few rows whose weights lie transposed": Row(
+        both_gathers(lambda: Mixture(4, transposed=True), min_rows_per_expert=10**6),
+        recipes=("tensorwise",),
+        more=("rowwise",),
+        casts=3,
+    ),
     "replicated shards": Row(
         both_gathers(lambda: Mixture(4), lambda model: shard(model, mesh_of(2, 2))), 4, ("tensorwise", "rowwise"), 3
     ),
@@ -104,6 +116,24 @@ ROWS = {
 @on_ranks(lambda given: ROWS[given["name"]].ranks)
 def test_trains_alike(rank, full, name):
     check_all(rank, ROWS[name], full)
+
+
+def test_experts_with_few_rows_are_compiled_alike():
+    """The decision is one of shapes, and the rows and gradients of the same layer are cast where there are more."""
+    layer = converted(Experts(2, weight=(16, 32)), "rowwise", min_rows_per_expert=16)
+    compiled, found = torch.compile(layer, fullgraph=True, backend="aot_eager"), []
+    for rows in (24, 40):
+        x = torch.randn(rows, 32)
+        for run in (layer, compiled):
+            own = x.clone().requires_grad_()
+            layer.zero_grad()
+            y = run(own, torch.tensor([rows - 9, rows - 1]))
+            y.square().sum().backward()
+            found.append((y.detach(), own.grad, layer.weight.grad))
+    for eager, traced in (found[:2], found[2:]):
+        assert all(torch.equal(one, other) for one, other in zip(eager, traced, strict=True))
+    wide = torch.cat([x[:31] @ layer.weight[0].dequantize().mT, x[31:39] @ layer.weight[1].dequantize().mT])
+    assert (found[-1][0][:39] - wide).norm() > 1e-3 * wide.norm(), "their rows are cast"
 
 
 # ---------------------------------------------------------------- scales, bytes and reductions

@@ -86,15 +86,15 @@ def on_the_device(monkeypatch, products):
     return products
 
 
-def looped(monkeypatch, *arguments):
+def looped(monkeypatch, *arguments, **options):
     with monkeypatch.context() as patch:
         patch.setattr(grouped_matmul, "device_multiplies", lambda device: "")
-        return run(*arguments)
+        return run(*arguments, **options)
 
 
-def stack(recipe):
+def stack(recipe, **options):
     """Return the layer of a stack of weights."""
-    config = LinearConfig(recipe=recipe, emulate=True)
+    config = LinearConfig(recipe=recipe, emulate=True, **options)
     grid = ScaleGrid(config.weight, stacked=True)
 
     def weight(weight, record, both):
@@ -105,14 +105,14 @@ def stack(recipe):
     return LinearSpec(config, weight)
 
 
-def run(recipe, sizes, dtype=torch.bfloat16):
+def run(recipe, sizes, dtype=torch.bfloat16, **options):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(EXPERTS, ROWS, COLUMNS, generator=generator).to(dtype)
     weight = (weight * 8.0 ** torch.arange(EXPERTS)[:, None, None]).to(dtype).requires_grad_()
     x = torch.randn(sum(sizes) + 3, COLUMNS, generator=generator).to(dtype)
     x[sum(sizes) :] = torch.nan
     x.requires_grad_()
-    y = fp8_linear(x, weight, stack(recipe), torch.tensor(sizes).cumsum(0))
+    y = fp8_linear(x, weight, stack(recipe, **options), torch.tensor(sizes).cumsum(0))
     grad = torch.randn(y.shape, generator=generator).to(dtype)
     y.backward(grad)
     return y.detach(), x.grad, weight.grad
@@ -141,6 +141,65 @@ def test_decoded_groups_are_the_looped_ones(monkeypatch, products, recipe):
     assert products == ["bfloat16"] * 3
     for actual, wanted in zip(decoded, looped(monkeypatch, recipe, SIZES["uneven"]), strict=True):
         torch.testing.assert_close(actual, wanted, rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_few_rows_are_multiplied_in_bfloat16_by_decoded_weights(monkeypatch, products, recipe, sizes):
+    """Rows and gradients are not cast: the results are those of bfloat16 matmuls with the rounded weight."""
+    few = {"min_rows_per_expert": 1000}
+    native, wanted = run(recipe, SIZES[sizes], **few), looped(monkeypatch, recipe, SIZES[sizes], **few)
+    assert products == ["bfloat16"] * 3
+    for actual, one in zip(native, wanted, strict=True):
+        assert not one.isnan().any()
+        torch.testing.assert_close(actual, one, rtol=2e-2, atol=0)
+    wide = wide_loop(recipe, SIZES[sizes])
+    assert all(torch.equal(one, other) for one, other in zip(wanted, wide, strict=True))
+
+
+def wide_loop(recipe, sizes):
+    """Return output and gradients of plain matmuls, expert after expert."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(EXPERTS, ROWS, COLUMNS, generator=generator).bfloat16()
+    weight = (weight * 8.0 ** torch.arange(EXPERTS)[:, None, None]).bfloat16()
+    x = torch.randn(sum(sizes) + 3, COLUMNS, generator=generator).bfloat16()
+    grad = torch.randn(len(x), ROWS, generator=generator).bfloat16()
+    y, grad_x, grad_weight = torch.zeros_like(grad), torch.zeros_like(x), torch.zeros_like(weight)
+    scaled = stack(recipe).weight(weight, False, False)
+    own = scaled.scale_inv[:, None, None] if scaled.scale_inv.ndim == 1 else scaled.wide_scale_inv
+    values = (scaled.codes.float() * own).bfloat16()
+    end = 0
+    for group, size in enumerate(sizes):
+        part = slice(end, end := end + size)
+        y[part], grad_x[part] = x[part] @ values[group].mT, grad[part] @ values[group]
+        grad_weight[group] = grad[part].mT @ x[part]
+    return y, grad_x, grad_weight
+
+
+def test_rows_decide_whether_experts_are_multiplied_in_high_precision():
+    rows = sum(SIZES["uneven"]) + 3
+    exactly = run("rowwise", SIZES["uneven"], min_rows_per_expert=rows // EXPERTS)
+    below = run("rowwise", SIZES["uneven"], min_rows_per_expert=rows // EXPERTS + 1)
+    usual = run("rowwise", SIZES["uneven"])
+    assert all(torch.equal(one, other) for one, other in zip(exactly, usual, strict=True))
+    assert not torch.equal(below[0], usual[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_rows_per_expert": -1}, "an integer from 0 on, got -1"),
+        ({"min_rows_per_expert": True}, "an integer from 0 on, got True"),
+        ({"min_rows_per_expert": 3.5}, "an integer from 0 on, got 3.5"),
+        (
+            {"min_rows_per_expert": 8, "recipe": "tensorwise_delayed"},
+            "cannot be used with delayed scaling of input and grad_output",
+        ),
+    ],
+)
+def test_a_number_of_rows_that_does_not_fit_is_refused(options, message):
+    with pytest.raises(Fp8Error, match=message):
+        LinearConfig(**options)
 
 
 @pytest.mark.parametrize(("gemms", "wanted"), [(GemmConfig(), True), (GemmConfig(fast_accum_grad_weight=False), False)])

@@ -77,6 +77,7 @@ OPERATORS = {
         *(GROUPS, True, torch.float32, EMULATED),
     ),
     "grouped_matmul_wide": (X, X[:, :16], GROUPS),
+    "grouped_rows_wide": (X, X.new_ones(len(GROUPS), X.shape[1], 16), GROUPS),
     "cast_delayed": (X, X.abs().max(), ONE, torch.tensor(True), None, "e4m3", POLICY, True),
     "cast_delayed_of_late": (X, X.abs().max(), ONE, torch.tensor(True), torch.tensor(False), "e4m3", POLICY, False),
     "delayed_update": (torch.ones(3, 2), torch.ones(2), torch.ones(2), "e4m3,e5m2", policy_key(te_delayed())),

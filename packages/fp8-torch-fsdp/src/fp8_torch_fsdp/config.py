@@ -75,6 +75,8 @@ class Float8LinearConfig(LinearConfig):
             warning for GPUs; True always does; False raises there.
         fp8_saved_input: Keep codes of the input for the backward in every recipe, one byte per element. The numbers
             stay, unless the product for the weight's gradient is in high precision: it then takes decoded codes.
+        min_rows_per_expert: Stacks of experts that get fewer rows for each expert on average are multiplied in high
+            precision, by the values of the codes that FSDP2 gathered. Not with delayed scaling.
         all_gather: Let FSDP2 gather FP8 codes instead of high-precision weights.
         delayed: What operands with delayed scaling share; None keeps what the recipe says.
 

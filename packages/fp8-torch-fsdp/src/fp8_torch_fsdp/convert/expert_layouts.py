@@ -27,6 +27,9 @@ class ExpertLayout(WeightLayout):
         weights: The names of the stacked parameters, [experts, out_features, in_features].
         transposed: They are [experts, in_features, out_features] instead.
         stacked: Always true.
+        projections: They are [experts, projections, out_features, in_features] instead, which `forward` flattens to
+            [experts, projections * out_features, in_features] and hands to `module.fp8_matmul`. FSDP2 gathers them in
+            high precision.
     """
 
     stacked: bool = True
@@ -55,8 +58,8 @@ def layout_of(module: nn.Module, own: Mapping[type, ExpertLayout]) -> ExpertLayo
             return ExpertLayout(forward=_torchtitan, weights=tuple(names))
     if forward.__qualname__ == "GroupedLinear.forward" and str(source).startswith("torchtitan."):
         weights = list(module.named_parameters(recurse=False))
-        if [(name, weight.ndim) for name, weight in weights] == [("weight", 3)]:
-            return ExpertLayout(forward=_grouped_linear)
+        if [name for name, _ in weights] == ["weight"] and weights[0][1].ndim in (3, 4):
+            return ExpertLayout(forward=_grouped_linear, projections=weights[0][1].ndim == 4)
     return None
 
 
@@ -103,8 +106,11 @@ def _torchtitan(experts: Any, x: torch.Tensor, tokens_of_experts: torch.Tensor) 
 
 
 def _grouped_linear(linear: Any, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Compute what the forward of torchtitan's `GroupedLinear` computes."""
-    return linear.fp8_matmul("weight", x, local_experts(linear.weight), offsets)
+    """Compute what the forward of torchtitan's `GroupedLinear` computes; of projections [rows, projections, out]."""
+    weight = local_experts(linear.weight)
+    if not linear.fp8_layout.projections:
+        return linear.fp8_matmul("weight", x, weight, offsets)
+    return linear.fp8_matmul("weight", x, weight.flatten(1, 2), offsets).unflatten(-1, weight.shape[1:3])
 
 
 def local_experts(weight: torch.Tensor) -> torch.Tensor:

@@ -211,6 +211,8 @@ def _wrap_weights(converted: Collection[Any], users: Mapping[int, list[tuple[nn.
     """
     wrapped: dict[int, tuple[nn.Parameter, nn.Parameter, Any]] = {}
     for module in converted:
+        if module.fp8_layout.projections:
+            continue
         for name, matmul in module.fp8.items():
             weight = module._parameters[name]
             # Another kind of layer that uses it would multiply by rounded values.

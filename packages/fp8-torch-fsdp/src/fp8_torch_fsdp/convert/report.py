@@ -257,6 +257,8 @@ def _why(
         return "mx, for high-precision layers"
     if isinstance(local, GatheredWeight):
         return "gathered at the moment: call model.reshard() first"
+    if fp8 is not None and fp8.fp8_config.all_gather and fp8.fp8_layout.projections:
+        return "several projections of each expert in one stack"
     if fp8 is not None:
         return "shared with a layer that is not FP8" if fp8.fp8_config.all_gather else "all_gather is False"
     if parameter.ndim < 2 or (isinstance(module, Float8Module) and parameter.ndim == 2):

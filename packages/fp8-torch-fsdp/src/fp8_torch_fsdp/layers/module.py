@@ -43,12 +43,15 @@ class WeightLayout:
         weights: The names of the parameters, [..., out_features, in_features].
         transposed: They are [..., in_features, out_features] instead.
         stacked: They are stacks, [experts, ...].
+        projections: Each expert has several matrices, [experts, projections, out_features, in_features], which the
+            forward multiplies as one. FSDP2 gathers them in high precision.
     """
 
     forward: Callable[..., Any]
     weights: tuple[str, ...] = ("weight",)
     transposed: bool = False
     stacked: bool = False
+    projections: bool = False
 
 
 class Distribution:
@@ -353,10 +356,11 @@ def _check(module: nn.Module, layout: WeightLayout, config: LinearConfig) -> Non
     if isinstance(module, nn.Linear):
         return
     shapes = {name: getattr(module._parameters.get(name), "shape", None) for name in layout.weights}
-    dimensions = 3 if layout.stacked else 2
+    dimensions = 2 + layout.stacked + layout.projections
     fit = all(shape is not None and len(shape) == dimensions and 0 not in shape for shape in shapes.values())
     experts = {shape[0] for shape in shapes.values() if shape}
     if not fit or (layout.stacked and len(experts) != 1):
         found = ", ".join(f"{name} {'missing' if shape is None else list(shape)}" for name, shape in shapes.items())
-        wanted = "[experts, ...] of three dimensions for the same experts" if layout.stacked else "of two dimensions"
+        number = {3: "three", 4: "four"}.get(dimensions)
+        wanted = f"[experts, ...] of {number} dimensions for the same experts" if number else "of two dimensions"
         raise Fp8Error(f"{name} cannot be converted: its layout names weights {wanted}, got {found}.")

@@ -68,6 +68,9 @@ class LinearConfig:
             warning for GPUs; True always does; False raises there.
         fp8_saved_input: Keep codes of the input for the backward in every recipe, one byte per element. The numbers
             stay, unless the matmul for the weight's gradient is in high precision: it then takes decoded codes.
+        min_rows_per_expert: Stacks of experts that get fewer rows for each expert on average are multiplied in high
+            precision, by the values of their weights' codes. For weights that are gathered as codes: others are cast
+            for it, so that the numbers are the same. Not with delayed scaling of input or grad_output.
         shared: Which casts serve two matmuls; follows from the recipe.
 
     Raises:
@@ -85,6 +88,7 @@ class LinearConfig:
     pad_inner_dim: bool = False
     emulate: Literal["auto"] | bool = "auto"
     fp8_saved_input: bool = False
+    min_rows_per_expert: int = 0
     shared: SharedCasts = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -102,8 +106,20 @@ class LinearConfig:
             )
         for name in OPERANDS:
             self._check_operand(name, getattr(self.recipe, name))
+        self._check_rows()
         # a field, not a cached function: compilers trace through caches
         object.__setattr__(self, "shared", _shared_casts(self.recipe))
+
+    def _check_rows(self) -> None:
+        least = self.min_rows_per_expert
+        if isinstance(least, bool) or not isinstance(least, int) or least < 0:
+            raise Fp8Error(f"min_rows_per_expert must be an integer from 0 on, got {least!r}.")
+        delayed = [name for name in ("input", "grad_output") if getattr(self.recipe, name).scaling == "delayed"]
+        if least and delayed:
+            raise Fp8Error(
+                f"Recipe {self.recipe.name!r}: min_rows_per_expert cannot be used with delayed scaling of "
+                f"{' and '.join(delayed)}: what is multiplied in high precision is not observed. Use dynamic scaling."
+            )
 
     def _check_operand(self, name: str, cast: CastRecipe | None) -> None:
         if cast is None:

@@ -12,19 +12,20 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from fp8_common.errors import Fp8Error, Fp8StaleError, Fp8UnsupportedError
+from fp8_common.errors import Fp8Error, Fp8UnsupportedError
 from fp8_common.torch.casts import MX_BLOCK
 from fp8_common.torch.compat import in_function_transform
 from fp8_common.torch.kept import KeptCast, RowsCast, ScaleState
 from fp8_common.torch.quantized import Quantized, transpose
 from fp8_common.torch_layers.linear.config import LinearConfig
 from fp8_common.torch_layers.linear.grouped import RowGroups
+from fp8_common.torch_layers.linear.grouped_wide import has_few_rows, wide_experts
 from fp8_common.torch_layers.linear.matmul import MatmulOptions
 from fp8_common.torch_layers.linear.operand import quantize_operand
 from fp8_common.torch_layers.linear.plan import Decided, LinearPlan, decide
 from fp8_common.torch_layers.linear.row_codes import RowCodes, decoded_rows
 from fp8_common.torch_layers.linear.rows import ROWS, Rows
-from fp8_common.torch_layers.sharding.gathered import GatheredWeight
+from fp8_common.torch_layers.sharding.gathered import GatheredWeight, check_codes
 
 
 class Gather(Protocol):
@@ -116,6 +117,8 @@ def fp8_linear(
     # there is no autocast for the meta device, and asking for it is an error
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
+    if offsets is not None and has_few_rows(x, weight, spec.config.min_rows_per_expert):
+        return wide_experts(x.clone() if isinstance(x, RowCodes) else x, weight, offsets, spec, record=record)
     return _Linear.apply(x, weight, offsets, spec, record, keep_codes)
 
 
@@ -222,7 +225,7 @@ class _Linear(torch.autograd.Function):
         # once: checkpoints let it be read once only
         offsets, mark, weight, weight_inv, saved, saved_inv, *sent = ctx.saved_tensors
         if mark is not None:
-            _check_codes(ctx, int(mark))
+            check_codes(ctx, int(mark))
         weight = None if weight is None else Quantized(weight, weight_inv, *ctx.kept)
         saved = saved if saved_inv is None else Quantized(saved, saved_inv, *ctx.saved)
         if isinstance(grad, RowCodes):  # decoded once for both casts: one folds scales of the weight, one is of columns
@@ -264,23 +267,6 @@ class _Linear(torch.autograd.Function):
         if needs_weight and gather is not None:
             grad_weight = gather.finish_reduce(grad_weight)
         return grad_x, grad_weight, None, None, None, None
-
-
-def _check_codes(ctx: Any, repeated: int) -> None:
-    """Compare the codes that FSDP2 holds now with those that the forward multiplied with.
-
-    Args:
-        ctx: Of the forward.
-        repeated: Number of the codes in the forward, or where a checkpoint has repeated it.
-    """
-    if ctx.number == repeated == ctx.origin.number:
-        return
-    raise Fp8StaleError(
-        f"The backward of {ctx.spec.name} would multiply with FP8 codes {ctx.origin.number} of its weight, and its "
-        f"forward used codes {ctx.number}{'' if repeated == ctx.number else f' ({repeated} when it was repeated)'}: "
-        "another forward ran between the two, and the codes of this one are gone. Return the outputs of modules under "
-        "fully_shard in tuples, lists or dicts, so that FSDP2 sees their backward, or run the backward first."
-    )
 
 
 def _quantize(

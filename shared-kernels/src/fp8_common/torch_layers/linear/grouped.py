@@ -159,4 +159,4 @@ class RowGroups(Groups, Rows):
 
     def matmul_wide(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Return [count, N, K], a.T @ b over the rows of each group, of [rows, N] and [rows, K] of one dtype."""
-        return grouped_matmul.grouped_matmul_wide(a, b, self.offsets)
+        return grouped_matmul.multiply_over_rows_wide(a, b, self)

@@ -242,9 +242,41 @@ def grouped_matmul(
     return each(first, second, offsets, MatmulOptions(out_dtype, emulate, fast, inner, outer, rows=rows))
 
 
+def multiply_rows_wide(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Return [rows, N]: rows [rows, K] times the matrix of their group, [groups, K, N]; zeros for rows of no group."""
+    if _multiplies_wide(a, b.shape[-1]):
+        y = F.grouped_mm(a.contiguous(), b, offs=groups.offsets.int())
+        return zero_rows(y, groups.of_row < groups.count)
+    return grouped_rows_wide(a, b, groups.offsets)
+
+
+def multiply_over_rows_wide(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Return [groups, N, K], a.T @ b over the rows of each group, of [rows, N] and [rows, K] of one dtype."""
+    if _multiplies_wide(a, b.shape[-1]):
+        padded = [torch.where((groups.source >= 0)[:, None], x[groups.source.clamp(min=0)], 0) for x in (a, b)]
+        y = F.grouped_mm(padded[0].t(), padded[1], offs=groups.padded[1])
+        return zero_rows(y, groups.filled)
+    return grouped_matmul_wide(a, b, groups.offsets)
+
+
+def _multiplies_wide(a: torch.Tensor, columns: int) -> bool:
+    """Return whether the device multiplies groups of these rows [rows, K], for so many columns of the result."""
+    aligned = a.shape[0] > 0 and a.shape[1] % ALIGNMENT == 0 and columns % ALIGNMENT == 0
+    return aligned and a.dtype == torch.bfloat16 and bool(device_multiplies(a.device))
+
+
+@operator(lambda a, b, offsets: a.new_empty((a.shape[0], b.shape[-1])))
+def grouped_rows_wide(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return `multiply_rows_wide`, group after group."""
+    y = a.new_zeros((a.shape[0], b.shape[-1]))
+    for group, (start, end) in enumerate(_bounds(offsets, a)):
+        y[start:end] = a[start:end] @ b[group]
+    return y
+
+
 @operator(lambda a, b, offsets: a.new_empty((offsets.shape[0], a.shape[1], b.shape[1])))
 def grouped_matmul_wide(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return a.T @ b over the rows of each group, [groups, N, K], of [rows, N] and [rows, K] of one dtype."""
+    """Return `multiply_over_rows_wide`, group after group."""
     y = a.new_zeros((offsets.shape[0], a.shape[1], b.shape[1]))
     for group, (start, end) in enumerate(_bounds(offsets, a)):
         if start < end:

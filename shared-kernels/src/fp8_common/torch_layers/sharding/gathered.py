@@ -8,6 +8,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from fp8_common.errors import Fp8StaleError
 from fp8_common.formats import FORMATS, get_format
 from fp8_common.torch import decoding
 from fp8_common.torch.compat import (
@@ -173,6 +174,26 @@ def quantized(gathered: GatheredWeight) -> Quantized:
         # one among those of all weights: cuBLAS refuses a scalar at an odd address, compilers copy it
         scale_inv = scale_inv.clone()
     return Quantized(gathered.codes, scale_inv, FORMATS[gathered.fmt], gathered.block)
+
+
+def check_codes(ctx: Any, repeated: int) -> None:
+    """Compare the codes that FSDP2 holds now with those that the forward multiplied with.
+
+    Args:
+        ctx: Of the forward, with `origin`, its `number` at that time, and `spec`.
+        repeated: Number of the codes in the forward, or where a checkpoint has repeated it.
+
+    Raises:
+        Fp8StaleError: They are others.
+    """
+    if ctx.number == repeated == ctx.origin.number:
+        return
+    raise Fp8StaleError(
+        f"The backward of {ctx.spec.name} would multiply with FP8 codes {ctx.origin.number} of its weight, and its "
+        f"forward used codes {ctx.number}{'' if repeated == ctx.number else f' ({repeated} when it was repeated)'}: "
+        "another forward ran between the two, and the codes of this one are gone. Return the outputs of modules under "
+        "fully_shard in tuples, lists or dicts, so that FSDP2 sees their backward, or run the backward first."
+    )
 
 
 def finish_gather(

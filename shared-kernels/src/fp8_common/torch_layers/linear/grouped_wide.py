@@ -1,0 +1,73 @@
+"""Experts with few rows: multiplied in high precision, by the values of the codes of their weights.
+
+A weight that arrives as FP8 codes is decoded once per pass; rows and gradients are not cast. Nothing here waits for a
+GPU that multiplies groups of bfloat16. That path was checked on doubles and never ran on a GPU.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fp8_common.torch import decoding
+from fp8_common.torch.quantized import Quantized
+from fp8_common.torch_layers.linear.grouped import RowGroups
+from fp8_common.torch_layers.linear.grouped_matmul import multiply_rows_wide
+from fp8_common.torch_layers.sharding.gathered import check_codes
+
+if TYPE_CHECKING:
+    from fp8_common.torch_layers.linear.function import LinearSpec
+
+
+def has_few_rows(x: torch.Tensor, weight: torch.Tensor, least: int) -> bool:
+    """Return whether a stack of weights has fewer rows [rows, columns] for each expert, on average, than `least`."""
+    return x.shape[0] < least * weight.shape[0]
+
+
+def wide_experts(
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, spec: "LinearSpec", *, record: bool
+) -> torch.Tensor:
+    """Return rows in groups times the decoded weight of each group; arguments and result as of `fp8_linear`."""
+    return _WideExperts.apply(x, weight, offsets, spec, record)
+
+
+class _WideExperts(torch.autograd.Function):
+    """Tensors first, as autograd wants them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, spec: "LinearSpec", record: bool
+    ) -> torch.Tensor:
+        rows = RowGroups(offsets, x.shape[0])
+        # the weight itself: FSDP2 frees what it gathered, and brings it back before the backward
+        origin = None if torch.compiler.is_compiling() else getattr(weight, "origin", None)
+        ctx.origin, ctx.number = origin, 0 if origin is None else origin.number
+        ctx.save_for_backward(x, weight, offsets, None if origin is None else origin.mark)
+        ctx.spec, ctx.weight_dtype = spec, weight.dtype
+        return multiply_rows_wide(x, _decoded(spec, weight, x.dtype, rows, record=record).mT, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, offsets, mark = ctx.saved_tensors
+        if mark is not None:
+            check_codes(ctx, int(mark))
+        rows, spec = RowGroups(offsets, x.shape[0]), ctx.spec
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        grad_x = grad_weight = None
+        if needs_weight:
+            product = rows.matmul_wide(grad, x).to(ctx.weight_dtype)
+            grad_weight = product.mT if spec.transposed else product
+        if needs_x:
+            # delayed scaling has observed the weight in the forward
+            grad_x = multiply_rows_wide(grad, _decoded(spec, weight, grad.dtype, rows, record=False), rows)
+        return grad_x, grad_weight, None, None, None
+
+
+def _decoded(
+    spec: "LinearSpec", weight: torch.Tensor, dtype: torch.dtype, rows: RowGroups, *, record: bool
+) -> torch.Tensor:
+    """Return the values of a weight's codes [experts, out_features, in_features]; NaN if the offsets do not fit."""
+    operand: Quantized = rows.checked(spec.weight(weight, record, False))
+    scale_inv = operand.scale_inv[:, None, None] if operand.scale_inv.ndim == 1 else operand.scale_inv
+    return decoding.dequantize(operand.codes, scale_inv, operand.fmt, dtype, operand.block)
