@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from fp8_torch_fsdp import DelayedState, Float8Linear, convert_to_float8_training
+from fp8_torch_fsdp import Float8Linear, convert_to_float8_training
 
 
 class Model(lightning.LightningModule):
@@ -36,14 +36,6 @@ class Model(lightning.LightningModule):
             for layer in (self.layers[0], self.layers[2]):
                 fully_shard(layer, mesh=mesh["data_parallel"])
             fully_shard(self.layers, mesh=mesh["data_parallel"])
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the state of delayed scaling, which is not among the weights; other recipes have none."""
-        checkpoint["fp8"] = DelayedState(self).state_dict()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on with it."""
-        DelayedState(self).load_state_dict(checkpoint["fp8"])
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         """Return the loss."""

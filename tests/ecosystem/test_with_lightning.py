@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import fp8_torch_fsdp as f8
 from examples.lightning_module import Model
-from fp8_torch_fsdp.integrations.lightning import Float8Callback
+from fp8_torch_fsdp.integrations.lightning import STATE_KEY, Float8Callback
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
 
@@ -47,11 +47,12 @@ def test_the_module_is_converted_before_the_optimizer_is_made_and_histories_grow
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, recipe):
     def run(epochs, checkpoint=None):
         model, saver = module(recipe), ModelCheckpoint(dirpath=tmp_path, filename=f"{epochs}-{{epoch}}")
-        fit(model, epochs=epochs, checkpoint=checkpoint, callbacks=[saver])
+        fit(model, epochs=epochs, checkpoint=checkpoint, callbacks=[saver, Float8Callback(tmp_path / "run")])
         return model, saver.best_model_path
 
     (whole, _), (_, path) = run(4), run(2)
     saved = torch.load(path, weights_only=False)
+    assert (STATE_KEY in saved) == ("delayed" in recipe)
     assert set(saved["state_dict"]) == set(module(recipe).state_dict()), "keys of the module before conversion"
     resumed, _ = run(4, path)
     assert resumed.losses == whole.losses[-8:]

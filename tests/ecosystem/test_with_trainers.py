@@ -16,8 +16,9 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import fp8_torch_fsdp as f8
+from fp8_common import Fp8Error
 from fp8_common import _command as command
-from fp8_torch_fsdp.integrations.transformers import Float8Callback
+from fp8_torch_fsdp.integrations.transformers import STATE_FILE, Float8Callback
 from tests.ecosystem.small import llama, loaded, local
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
@@ -64,26 +65,6 @@ class Sharding(Trainer):
         self.is_fsdp_enabled = True
 
 
-FILE = "fp8_delayed_scales.pt"
-
-
-class DelayedScales(TrainerCallback):
-    """Keeps the state of delayed scaling in a file of each checkpoint, as the guide says."""
-
-    def __init__(self, model):
-        self.state = f8.DelayedState(model)
-
-    def on_save(self, args, state, control, **rest):
-        scales = self.state.state_dict()  # on all ranks
-        if state.is_world_process_zero and scales:
-            torch.save(scales, Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE)
-
-    def on_train_begin(self, args, state, control, **rest):
-        path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE
-        if path.is_file():
-            self.state.load_state_dict(torch.load(path, weights_only=True))
-
-
 def trained(recipe, folder, *, trainer=Trainer, dtype=torch.float32, stops=False, checkpoint=None):
     model = llama(num_hidden_layers=2).to(dtype)
     f8.convert_to_float8_training(model, recipe=recipe, module_filter_fn=lambda layer, name: "lm_head" not in name)
@@ -94,7 +75,7 @@ def trained(recipe, folder, *, trainer=Trainer, dtype=torch.float32, stops=False
         learning_rate=1e-2,
         **STEPS,
     )
-    callbacks = [*([StopAfterThree()] if stops else []), DelayedScales(model)]
+    callbacks = [*([StopAfterThree()] if stops else []), Float8Callback()]
     run = trainer(model=model, args=arguments, train_dataset=Counting(), callbacks=callbacks)
     run.train(resume_from_checkpoint=checkpoint)
     return run
@@ -124,7 +105,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, recipe):
     whole, resumed = whole_and_resumed(recipe, tmp_path)
     assert differences(whole, resumed) == []
     assert f8.float8_report(whole.model).converted > 0.75
-    assert (tmp_path / "parts" / "checkpoint-3" / FILE).is_file() == (recipe == "tensorwise_delayed")
+    assert (tmp_path / "parts" / "checkpoint-3" / STATE_FILE).is_file() == (recipe == "tensorwise_delayed")
     one, other = ({k: v for k, v in run.model.named_buffers() if "fp8_" in k} for run in (whole, resumed))
     assert len(one) > 200 or recipe != "tensorwise_delayed"
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -182,6 +163,30 @@ def records(folder):
 
 
 LAYERS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+
+
+@pytest.mark.parametrize("first", ["the launch", "the Accelerator", "the conversion"])
+def test_fp8_of_accelerate_is_refused_or_reported(first, monkeypatch):
+    """With torchao `prepare` replaces all linear layers but the first and the last, and says nothing."""
+    float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed: `nox -s ecosystem` installs it")
+    own = [accelerate.utils.AORecipeKwargs(config=float8.Float8LinearConfig(emulate=True))]
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+    try:
+        if first != "the conversion":
+            if first == "the launch":
+                monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+            else:
+                accelerate.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=own)
+            with pytest.raises(Fp8Error, match="mixed_precision='bf16'"):
+                f8.convert_to_float8_training(model)
+        else:
+            f8.convert_to_float8_training(model)
+            accelerator = accelerate.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=own)
+            model = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))[0]
+            whys = {weight.name: weight.why for weight in f8.float8_report(model).weights}
+            assert whys["1.weight"] == "the FP8 layer was replaced by torchao.float8.float8_linear.Float8Linear"
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_the_callback_logs_every_layer_of_a_resumed_run(tmp_path, capsys):

@@ -1,6 +1,8 @@
 """Which layers compute in FP8: heads, adapters, filters; what report and log say of them is what they do."""
 
 import logging
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,3 +153,37 @@ def test_adapters_stay_wide_whatever_the_filter_says(names, caplog):
     assert kinds == [f8.Float8Linear, nn.Linear, nn.Linear]
     assert "2 an adapter (0.lora_" in caplog.text
     assert [count for _, why, count, _ in f8.float8_report(model).left if why == "adapter"] == [2]
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp8"])
+@pytest.mark.parametrize("made", [False, True])
+def test_fp8_of_accelerate_is_refused(made, precision, monkeypatch):
+    """The real one is in tests/ecosystem/test_with_trainers.py."""
+    state = SimpleNamespace(
+        is_initialized=lambda: made,
+        AcceleratorState=lambda: SimpleNamespace(mixed_precision=precision),
+        parse_choice_from_env=lambda name: "fp8" if made else precision,  # an Accelerator has the last word
+    )
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    model = nn.Sequential(nn.Linear(32, 32))
+    if precision != "fp8":
+        f8.convert_to_float8_training(model)
+        return
+    with pytest.raises(Fp8Error, match="accelerate launch --mixed_precision bf16"):
+        f8.convert_to_float8_training(model)
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_layer_that_another_library_replaced_is_reported():
+    """As torchao's conversion does: another module takes the parameters of a linear layer."""
+
+    class Other(nn.Linear):
+        pass
+
+    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)))
+    other = Other(32, 64)
+    other.weight, other.bias, model[0] = model[0].weight, model[0].bias, other
+    replaced, _, kept, _ = f8.float8_report(model).weights
+    assert (replaced.fp8, kept.fp8) == (False, True)
+    assert replaced.why == f"the FP8 layer was replaced by {__name__}.Other"
+    assert f"(1 parameter, {replaced.why})" in f8.float8_report(model).headline

@@ -1,6 +1,7 @@
 """`convert_to_float8_training` and `unconvert`."""
 
 import logging
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -68,9 +69,11 @@ def convert_to_float8_training(
     Raises:
         Fp8Error: torchao's configuration, contradictory choices, a layer already sharded, a parametrized
             layer that the filter does not leave out, a weight that an earlier call has replaced elsewhere, experts of
-            another form than their layout says, or a model without anything to convert.
+            another form than their layout says, a model without anything to convert, or Accelerate runs with
+            `mixed_precision="fp8"`.
     """
     _refuse_arguments(misplaced, unknown)
+    _refuse_fp8_of_accelerate()
     config = _choose(config, recipe)
     roles = roles_of(model, experts)
     wide = roles.reasons(routers=routers, heads=heads)
@@ -168,6 +171,23 @@ def _refuse_arguments(misplaced: tuple, unknown: Mapping[str, Any]) -> None:
             else "It takes config, recipe, module_filter_fn, experts, routers and heads."
         )
         raise Fp8Error(f"convert_to_float8_training has no argument {name!r}. {advice}")
+
+
+def _refuse_fp8_of_accelerate() -> None:
+    """Raise if `prepare` of Accelerate would replace the FP8 layers: it does so without a word."""
+    state: Any = sys.modules.get("accelerate.state")
+    if state is None:
+        return
+    if state.is_initialized():
+        precision = state.AcceleratorState().mixed_precision
+    else:
+        precision = state.parse_choice_from_env("ACCELERATE_MIXED_PRECISION")  # of `accelerate launch`
+    if precision == "fp8":
+        raise Fp8Error(
+            "Accelerate runs with mixed_precision='fp8': its `prepare` would replace the FP8 layers by those of "
+            "torchao or TransformerEngine. Launch with `accelerate launch --mixed_precision bf16`, or make the "
+            "Accelerator with mixed_precision='bf16'."
+        )
 
 
 def _choose(config: Float8LinearConfig | None, recipe: str | Recipe | Mapping[str, Any] | None) -> Float8LinearConfig:

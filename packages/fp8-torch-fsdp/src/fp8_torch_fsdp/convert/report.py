@@ -251,6 +251,8 @@ def _why(
     compressed: bool,
 ) -> str:
     """Return how a parameter of `module` travels in FP8, or why not; `kind` is that of layers that stay wide."""
+    if weight is not None and fp8 is None:
+        return f"the FP8 layer was replaced by {type(module).__module__}.{type(module).__name__}"
     if weight is not None:
         return f"{weight.grid.cast.scaling} {weight.grid.cast.granularity}"
     if compressed:

@@ -1,10 +1,11 @@
-"""`Float8Callback`: `Float8Log` as a callback of Lightning's `Trainer`."""
+"""`Float8Callback`: `Float8Log` and `DelayedState` as a callback of Lightning's `Trainer`."""
 
 import os
 from typing import Any
 
 from fp8_common import Fp8UnsupportedError
 from fp8_common.monitoring.log import Scalars
+from fp8_torch_fsdp.scales.state import DelayedState
 from fp8_torch_fsdp.step_log import Float8Log
 
 try:
@@ -16,8 +17,15 @@ except ImportError as error:
     ) from error
 
 
+STATE_KEY = "fp8_delayed_scales"
+"""The key of a checkpoint that holds the state of delayed scaling."""
+
+
 class Float8Callback(Callback):
-    """Logs statistics of FP8 layers: `Trainer(callbacks=[Float8Callback()])`. See `Float8Log`.
+    """Logs statistics of FP8 layers, see `Float8Log`, and keeps the state of delayed scaling in each checkpoint.
+
+    Pass it to `Trainer(callbacks=[Float8Callback()])`. A run with delayed scaling that resumes from a checkpoint equals
+    an uninterrupted one; other recipes have no state to keep.
 
     Args:
         path: The file or the folder; `default_root_dir` of the Trainer by default.
@@ -43,6 +51,16 @@ class Float8Callback(Callback):
         if self._log is not None and trainer.global_step != self._steps:
             self._steps = trainer.global_step
             self._log.step(self._steps)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add the state, which is not among the weights."""
+        if scales := DelayedState(pl_module).state_dict():
+            checkpoint[STATE_KEY] = scales
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Load the state, if the checkpoint has it."""
+        if STATE_KEY in checkpoint:
+            DelayedState(pl_module).load_state_dict(checkpoint[STATE_KEY])
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Stop."""

@@ -1,10 +1,14 @@
-"""`Float8Callback`: `Float8Log` as a callback of Transformers' `Trainer`."""
+"""`Float8Callback`: `Float8Log` and `DelayedState` as a callback of Transformers' `Trainer`."""
 
 import os
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from fp8_common import Fp8UnsupportedError
 from fp8_common.monitoring.log import Scalars
+from fp8_torch_fsdp.scales.state import DelayedState
 from fp8_torch_fsdp.step_log import Float8Log
 
 try:
@@ -16,8 +20,16 @@ except ImportError as error:
     ) from error
 
 
+STATE_FILE = "fp8_delayed_scales.pt"
+"""The name of the file in a checkpoint's folder that holds the state of delayed scaling."""
+
+
 class Float8Callback(TrainerCallback):
-    """Logs statistics of FP8 layers: `Trainer(..., callbacks=[Float8Callback()])`. See `Float8Log`.
+    """Logs statistics of FP8 layers, see `Float8Log`, and keeps the state of delayed scaling in each checkpoint.
+
+    Pass it to `Trainer(..., callbacks=[Float8Callback()])`. A run with delayed scaling that resumes from
+    `output_dir/checkpoint-N` equals an uninterrupted one; other recipes have no state to keep. A checkpoint gets one
+    file more, `fp8_delayed_scales.pt`, written by the processes that write the rest of it (`args.should_save`).
 
     Args:
         path: The file or the folder; `output_dir` of the `TrainingArguments` by default.
@@ -32,7 +44,10 @@ class Float8Callback(TrainerCallback):
         self._log: Float8Log | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **rest: Any) -> None:
-        """Begin with the model as the Trainer has sharded it."""
+        """Load the state of the checkpoint of this step; begin with the model as the Trainer has sharded it."""
+        if (file := _state_file(args, state)).is_file():
+            scales = torch.load(file, weights_only=True)  # noqa: TID251 tensors alone
+            DelayedState(model).load_state_dict(scales)
         path = args.output_dir if self._path is None else self._path
         self._log = Float8Log(model, path, every=self._every, scalars=self._scalars, step=state.global_step)
 
@@ -41,7 +56,18 @@ class Float8Callback(TrainerCallback):
         if self._log is not None:
             self._log.step(state.global_step)
 
+    def on_save(self, args: Any, state: Any, control: Any, *, model: Any, **rest: Any) -> None:
+        """Write the state beside the checkpoint."""
+        scales = DelayedState(model).state_dict()  # on all ranks
+        if args.should_save and scales:
+            torch.save(scales, _state_file(args, state))
+
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Stop."""
         if self._log is not None:
             self._log.close()
+
+
+def _state_file(args: Any, state: Any) -> Path:
+    """Return the file of the checkpoint of this step."""
+    return Path(args.output_dir, f"checkpoint-{state.global_step}", STATE_FILE)
