@@ -275,6 +275,94 @@ def draw_folding(axes: Axes) -> None:
     axes.legend()
 
 
+def draw_speedups(axes: Axes) -> None:
+    """Draw how fast a Llama block and eager layers ran on the H100 beside bfloat16: a bar each, the fastest first."""
+    lines = (RESULTS / "gpu-nvidia-h100-80gb-hbm3-times.md").read_text().splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    names, place = [], 0
+    for part, words in (("blocks", "block, compiled"), ("layers", "layers, eager")):
+        for _, who, ratio, milliseconds, _ in (row for row in rows if row[0] == part):
+            library = who.partition("-")[0]
+            colour = {"bf16": "gray", "ours": COLOURS["E4M3"], "torchao": COLOURS["E5M2"]}[library]
+            axes.barh(place, float(ratio.rstrip("x")), color=colour)
+            axes.text(float(ratio.rstrip("x")) + 0.01, place, milliseconds, va="center", color="gray", fontsize=8)
+            names.append((place, f"{who.replace('-', ' ')} ({words})"))
+            place += 1
+        place += 1
+    axes.axvline(1, color="gray", linewidth=1)
+    axes.set_yticks(*zip(*names, strict=True), fontsize=8)
+    axes.set_ylim(place - 1.4, -0.6)
+    axes.set_xlim(0, 1.5)
+    axes.set_xlabel("speed beside bf16 on one H100, forward and backward; milliseconds at the bars")
+
+
+# ---------------------------------------------------------------- the primer
+
+
+def draw_cast(axes: Axes) -> None:
+    """Draw the magnitudes of a tensor before and after its scale, above the values of both formats."""
+    x = np.abs(np.random.default_rng(0).normal(size=4000) * 2.0**-11).astype(np.float32)
+    scale = fp8.amax_to_scale(x.max(), fp8.E4M3)
+    for data, base, colour, name in ((x, 3.2, "gray", "tensor"), (x * scale, 2.1, "#1a7f37", "tensor x scale")):
+        counts, edges = np.histogram(np.log2(data), bins=np.arange(-26, 17, 0.5))
+        axes.fill_between(edges[:-1], base, base + 0.9 * counts / counts.max(), step="post", color=colour, alpha=0.5)
+        axes.text(16.5, base + 0.1, name, color=colour, ha="right")
+    for name, base in (("E4M3", 1.1), ("E5M2", 0.2)):
+        values = fp8.decode(np.arange(1, 128, dtype=np.uint8), FORMATS[name])
+        values = np.log2(values[np.isfinite(values)])
+        axes.vlines(values, base, base + 0.5, color=COLOURS[name], linewidth=0.7)
+        axes.text(values.min() - 0.4, base + 0.15, f"{name}  0", color=COLOURS[name], ha="right")
+        axes.text(values.max() + 0.4, base + 0.15, f"{2 ** values.max():g}", color=COLOURS[name])
+    axes.annotate("", (np.log2(448), 2.75), (np.log2(x.max()), 3.25), arrowprops={"arrowstyle": "->", "color": "gray"})
+    axes.set(
+        xlim=(-22, 17), ylim=(0, 4.2), yticks=[], xlabel="magnitude: 2 to the power of; a line is a value of the format"
+    )
+    axes.spines["left"].set_visible(False)
+
+
+def draw_granularity(axes: Axes) -> None:
+    """Draw one matrix for each granularity, a colour for each scale."""
+    rows, columns = np.mgrid[0:8, 0:8]
+    kinds = {
+        "tensorwise": 0 * rows,
+        "row-wise": rows,
+        "block-wise, 1 x 4 here": 2 * rows + columns // 4,
+        "block-wise, 4 x 4 here": 2 * (rows // 4) + columns // 4,
+    }
+    for place, (name, scales) in enumerate(kinds.items()):
+        left = 10 * place
+        colours = (scales * 5 % 16) / 16
+        axes.imshow(colours, extent=(left, left + 8, 0, 8), cmap="tab20c", vmin=0, vmax=1)
+        axes.vlines(range(left, left + 9), 0, 8, color="white", linewidth=0.5)
+        axes.hlines(range(9), left, left + 8, color="white", linewidth=0.5)
+        axes.text(left, 8.6, name)
+    axes.set(xlim=(-0.5, 39), ylim=(-0.5, 10))
+    axes.axis("off")
+
+
+def draw_gathers(axes: Axes) -> None:
+    """Draw the bytes of a weight that FSDP2 sends in a step, in order, as `benchmarks.wire_bytes` counted them."""
+    found = (RESULTS / "wire_bytes.md").read_text()
+    whats = ("float32", "float32", "bfloat16", "FP8")
+    names = [f"{who}; gradients {what}" for who, what in zip(("bf16", "tensorwise") * 2, whats, strict=True)]
+    for place, name in enumerate(names):
+        line = next(line for line in found.splitlines() if line.startswith(f"| {name} |"))
+        gathers, gradients = map(float, line.split("|")[3:5])
+        parts = (("forward", gathers / 2), ("backward", gathers / 2), ("gradients", gradients))
+        left = 0.0
+        for (part, width), colour in zip(parts, COLOURS.values(), strict=False):
+            axes.barh(place, width, left=left, color=colour, alpha=0.75, height=0.6)
+            axes.text(
+                left + width / 2, place, f"{part}\n{width:.2f}", ha="center", va="center", fontsize=7.5, color="black"
+            )
+            left += width
+        axes.text(left + 0.08, place, f"{left:.2f}", va="center", color="gray")
+    axes.set_yticks(range(len(names)), [name.replace("; ", ",\n") for name in names])
+    axes.set(
+        ylim=(2.5, -0.5), xlabel="bytes per parameter and step; the amax all-reduce adds 4 bytes for a whole weight"
+    )
+
+
 DRAWINGS: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
     "grids": (draw_grids, (6.4, 2.2)),
     "rounding-error": (draw_rounding_error, (6.4, 3.2)),
@@ -284,4 +372,8 @@ DRAWINGS: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
     "losses": (draw_losses, (6.4, 1.6)),
     "differences": (draw_differences, (6.4, 4.0)),
     "links": (draw_links, (6.4, 3.2)),
+    "cast": (draw_cast, (7.2, 3.4)),
+    "granularity": (draw_granularity, (7.2, 2.0)),
+    "gathers": (draw_gathers, (7.2, 3.2)),
+    "speedups": (draw_speedups, (7.2, 4.6)),
 }

@@ -1,6 +1,7 @@
-"""The README's first hour: its install lines with the pip that this Python brings, its changes of a job, `fp8 doctor`.
+"""The README's first hour: its install lines with the pip that this Python brings, its programs, `fp8 doctor`.
 
-The environment is empty but for that pip. Its dependencies are links to those of the environment that runs the tests:
+The lines install from a repository that a test makes of the checkout's files, in the place of the one on the web. The
+environment is empty but for that pip. Its dependencies are links to those of the environment that runs the tests:
 downloading torch would take minutes. So pip reads, builds, resolves and installs the packages of this repository, and
 finds that everything else is there; no index is asked.
 """
@@ -9,6 +10,7 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sysconfig
 import venv
@@ -17,54 +19,19 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import programs
-from tests.helpers.repository import ROOT
+from tests.helpers.repository import ROOT, tracked_files
 
 # a few seconds each, but pip starts many processes on a busy machine; in one stream, so that one environment is made
 pytestmark = [pytest.mark.timeout(600), pytest.mark.distributed]
 
 README = (ROOT / "README.md").read_text()
-COMMANDS = re.findall(r"^(?:\$ )?((?:pip install \./|fp8 ).*)$", README, re.MULTILINE)
-CHANGES = list(programs.changes(README))
+INSTALL = re.search(r"^```console\n(URL=git\+.*?)^```$", README, re.MULTILINE | re.DOTALL)[1].splitlines()
+COMMANDS = [line for line in INSTALL if not line.startswith("URL=")]
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+PROGRAMS = dict(zip(("torch", "jax", "te-init"), BLOCKS, strict=True))
+LOSSES = re.compile(r"\w+ (\d\.\d{4}), FP8 (\d\.\d{4})")
 OURS = re.compile(r"(_+editable.*)?fp8[_-].*")
 """Entries of an environment's site-packages that belong to the packages of this repository."""
-
-JAX_JOB = """
-import jax
-import optax
-from flax import linen as nn
-from flax.linen import Dense
-from flax.training.train_state import TrainState
-
-model = nn.Sequential([Dense(64), nn.relu, Dense(16)])
-x = jax.random.normal(jax.random.key(0), (32, 16))
-state = TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(1), x), tx=optax.adam(1e-3))
-losses = []
-for step in range(4):
-    loss, grads = jax.value_and_grad(lambda variables: ((model.apply(variables, x) - x) ** 2).mean())(state.params)
-    state = state.apply_gradients(grads=grads)
-    losses.append(float(loss))
-assert losses[-1] < losses[0], losses
-assert state.params.keys() == {KEYS}, state.params.keys()
-"""
-TORCH_JOB = """
-import torch
-
-def build():
-    return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
-
-model = build()
-optimizer = torch.optim.AdamW(model.parameters())
-x = torch.randn(32, 64)
-losses = []
-for step in range(10):
-    loss = (model(x) - x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
-assert losses[-1] < losses[0], losses
-print(model[0])
-"""
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +67,25 @@ def run(command: str, settings: dict[str, str], folder: Path = ROOT) -> str:
 
 
 @pytest.fixture(scope="module")
-def installed(environment):
+def repository(tmp_path_factory):
+    """Return the address of a repository of the packages, as they are in the checkout."""
+    folder = tmp_path_factory.mktemp("repository")
+    for path in tracked_files():
+        if path.relative_to(ROOT).parts[0] in ("packages", "shared-kernels"):
+            copy = folder / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copy)
+    git = ["git", "-C", str(folder), "-c", "user.name=test", "-c", "user.email=test@localhost"]
+    for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "packages"]):
+        subprocess.run([*git, *words], check=True)
+    return f"git+{folder.as_uri()}"
+
+
+@pytest.fixture(scope="module")
+def installed(environment, repository):
     """Return the settings of the environment once the README's first line has run in it."""
-    assert COMMANDS[0] == "pip install ./shared-kernels ./packages/fp8-torch-fsdp"
-    run(COMMANDS[0], environment)
+    assert "packages/fp8-torch-fsdp" in COMMANDS[0]
+    run(COMMANDS[0].replace("$URL", repository), environment)
     return environment
 
 
@@ -112,38 +94,55 @@ def test_the_first_line_installs_and_doctor_answers(installed, tmp_path):
     where = run(f'python -c "{look}"', installed, tmp_path)
     assert "site-packages" in where
     assert str(ROOT) not in where
-    said = run(COMMANDS[-1], installed, tmp_path)
+    said = run(COMMANDS[-1].partition("#")[0], installed, tmp_path)
     assert "fp8-torch-fsdp 0." in said
     assert "PROBLEM" not in said
 
 
-def test_the_other_lines_resolve(environment):
+def test_the_other_lines_resolve(environment, repository):
     """In one go, which each of them does alone once a week."""
-    assert all(line.startswith("pip install ./shared-kernels ") for line in COMMANDS[1:-1])
-    wanted = " ".join(line.removeprefix("pip install ") for line in COMMANDS[1:-1])
+    assert all(line.startswith('pip install "$URL#subdirectory=shared-kernels" ') for line in COMMANDS[1:-1])
+    wanted = " ".join(line.removeprefix("pip install ") for line in COMMANDS[1:-1]).replace("$URL", repository)
     said = run(f"pip install --dry-run {wanted}", environment)
     assert "fp8-jax-owg-" in said.rpartition("Would install ")[2]
     assert "fp8-te-init-" in said.rpartition("Would install ")[2]
 
 
-def test_the_first_change_is_a_program_that_trains_on_two_ranks(installed, tmp_path):
-    (tmp_path / "train.py").write_text(CHANGES[0].after)
-    run("python -m torch.distributed.run --nproc-per-node 2 train.py", installed | {"OMP_NUM_THREADS": "1"}, tmp_path)
+def check_losses(program, printed):
+    """Compare both losses of a program that says what it prints: equal within 1 %, far below 2, where they begin."""
+    told = re.search(r"# (\d\.\d{4}), (\d\.\d{4})$", program, re.MULTILINE).groups()
+    control, fp8 = map(float, LOSSES.search(printed).groups())
+    assert abs(fp8 / control - 1) < 0.01, printed
+    assert [float(loss) for loss in told] == pytest.approx([control, fp8], rel=0.01), printed
+    assert 1 < control < 1.15, printed
+    assert fp8 != control, "nothing was converted"
 
 
-JOBS = {
-    "jax": (CHANGES[1], JAX_JOB.replace("{KEYS}", "{'params', '_overwrite_with_gradient'}"), "flax"),
-    "te-init": (CHANGES[2], TORCH_JOB, "torch"),
-}
+def test_the_first_program_trains_on_two_ranks_as_it_says(installed, tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAMS["torch"])
+    command = re.search(r"# run: (torchrun .*)$", PROGRAMS["torch"], re.MULTILINE)[1]
+    command = command.replace(
+        "torchrun", "python -m torch.distributed.run"
+    )  # the environment lacks torch's own scripts
+    check_losses(PROGRAMS["torch"], run(command, installed | {"OMP_NUM_THREADS": "1"}, tmp_path))
 
 
-@pytest.mark.parametrize(("change", "job", "needs"), JOBS.values(), ids=JOBS)
-def test_the_other_changes_fit_a_plain_job(change, job, needs):
+def test_started_alone_the_first_program_shows_how(installed, tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAMS["torch"])
+    done = subprocess.run(
+        ["python", "train.py"], cwd=tmp_path, env=installed, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "torchrun --nproc-per-node 2 train.py" in done.stderr
+
+
+@pytest.mark.parametrize(("name", "needs"), [("jax", "flax"), ("te-init", "torch")])
+def test_the_other_programs_train(name, needs):
     pytest.importorskip(needs)
-    assert change.before in job
-    programs.run(job.replace(change.before, change.after), "train.py")
+    check_losses(PROGRAMS[name], programs.run(PROGRAMS[name], "train.py"))
 
 
 def test_the_readme_is_short():
     assert len(README.split()) <= 600
-    assert README[: README.index("```diff")].count("\n") < 12, "the change is on the first screen"
+    assert README[: README.index("```python")].count("\n") < 28, "the first program is on the first two screens"
+    assert max(len(line) for program in PROGRAMS.values() for line in program.splitlines()) <= 88

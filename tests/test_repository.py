@@ -37,6 +37,7 @@ def test_the_version_stands_everywhere():
     source = (packages()["fp8-common"].source / "__init__.py").read_text()
     assert f'__version__ = "{VERSION}"' in source
     assert f"version: {VERSION}" in (ROOT / "CITATION.cff").read_text().splitlines()
+    assert f"copyright: fp8 plugins {VERSION}, Apache-2.0" in (ROOT / "mkdocs.yml").read_text()
     assert f"## [{VERSION}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
@@ -56,6 +57,15 @@ def test_actions_are_pinned_by_commit_and_ci_runs_the_command_of_the_readme():
     assert steps == ['python -m pip install "nox[uv]" && python -m nox']
     readme = (ROOT / "README.md").read_text()
     assert all(f"\n{command}" in readme for command in steps[0].split(" && "))
+
+
+def test_a_release_publishes_every_package_from_an_environment_of_its_own():
+    """An index takes one publisher that waits for its project for each repository, workflow and environment."""
+    workflow = (ROOT / ".github/workflows/release.yml").read_text()
+    names = re.search(r"package: \[(.*)\]", workflow)[1].split(", ")
+    assert sorted(names) == sorted(package.module for package in packages().values())
+    assert "environment: release-${{ matrix.package }}" in workflow
+    assert [name for name in names if f"release-{name}" not in (ROOT / "docs/develop.md").read_text()] == []
 
 
 # ---------------------------------------------------------------- imports
