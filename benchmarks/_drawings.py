@@ -351,15 +351,15 @@ def draw_gathers(axes: Axes) -> None:
         parts = (("forward", gathers / 2), ("backward", gathers / 2), ("gradients", gradients))
         left = 0.0
         for (part, width), colour in zip(parts, COLOURS.values(), strict=False):
-            axes.barh(place, width, left=left, color=colour, alpha=0.75, height=0.6)
+            axes.barh(place, width, left=left, color=colour, height=0.6)
             axes.text(
-                left + width / 2, place, f"{part}\n{width:.2f}", ha="center", va="center", fontsize=7.5, color="black"
+                left + width / 2, place, f"{part}\n{width:.2f}", ha="center", va="center", fontsize=7.5, color="white"
             )
             left += width
         axes.text(left + 0.08, place, f"{left:.2f}", va="center", color="gray")
     axes.set_yticks(range(len(names)), [name.replace("; ", ",\n") for name in names])
     axes.set(
-        ylim=(2.5, -0.5), xlabel="bytes per parameter and step; the amax all-reduce adds 4 bytes for a whole weight"
+        ylim=(3.5, -0.5), xlabel="bytes per parameter and step; the amax all-reduce adds 4 bytes for a whole weight"
     )
 
 
