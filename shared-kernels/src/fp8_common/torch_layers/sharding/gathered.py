@@ -4,10 +4,12 @@ FP8 layers read its codes; any other operator gets the dequantized values, so th
 """
 
 import warnings
-from typing import Any, Protocol, Self
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
+from fp8_common.errors import Fp8StaleError
 from fp8_common.formats import FORMATS, get_format
 from fp8_common.torch import decoding
 from fp8_common.torch.compat import (
@@ -207,3 +209,75 @@ def finish_gather(
     fmt = grid.cast.fp8_format
     codes = unpad(buffer, full_shape, torch_dtype(fmt))
     return GatheredWeight(codes, scale_inv, fmt.name, dtype, grid.tile, origin), ()
+
+
+# ---------------------------------------------------------------- between forward and backward
+
+
+class WeightMemory(NamedTuple):
+    """What a backward knows of a weight of its forward, besides tensors.
+
+    Attributes:
+        turned: Whether the codes lie as the gradient of the input contracts them.
+        form: Format and block of the codes; None if they were not kept.
+        origin: What tells which codes FSDP2 holds; None for other weights.
+        number: Number of the codes in the forward.
+    """
+
+    turned: bool
+    form: tuple | None
+    origin: Any
+    number: int
+
+
+def remember(
+    weight: torch.Tensor, operand: Quantized, *, needed: bool, keep: bool, compiled: bool
+) -> tuple[tuple[torch.Tensor | None, ...], WeightMemory]:
+    """Return the three tensors that a backward takes of a weight, any of them None, and what else it knows.
+
+    Args:
+        weight: The weight, in any state.
+        operand: What the forward multiplied with.
+        needed: Whether the backward multiplies with it.
+        keep: Whether it takes the codes of the forward.
+        compiled: Whether a compiler traces the forward.
+    """
+    kept = operand if needed and keep else None
+    turned = None if kept is None else kept.transposed  # the codes that the backward contracts
+    # Compiled code cannot compare: there the hooks of FSDP2 alone bring back the codes of this forward.
+    origin = getattr(weight, "origin", None) if needed and not compiled else None
+    tensors, form = apart(kept if turned is None else turned)
+    memory = WeightMemory(turned is not None, form, origin, 0 if origin is None else origin.number)
+    return (None if origin is None else origin.mark, *tensors), memory
+
+
+def recall(memory: WeightMemory, tensors: Sequence[torch.Tensor | None], name: str) -> Quantized | None:
+    """Return the codes of a weight that were kept for the backward, or None.
+
+    Raises:
+        Fp8StaleError: FSDP2 holds other codes now than those that the forward multiplied with.
+    """
+    mark, codes, scale_inv = tensors
+    if mark is not None:
+        repeated, own = int(mark), memory.number  # in the forward, or where a checkpoint has repeated it
+        if not own == repeated == memory.origin.number:
+            raise Fp8StaleError(
+                f"The backward of {name} would multiply with FP8 codes {memory.origin.number} of its weight, and "
+                f"its forward used codes {own}{'' if repeated == own else f' ({repeated} when it was repeated)'}: "
+                "another forward ran between the two, and the codes of this one are gone. Return the outputs of "
+                "modules under fully_shard in tuples, lists or dicts, so that FSDP2 sees their backward, or run the "
+                "backward first."
+            )
+    return None if codes is None else Quantized(codes, scale_inv, *(memory.form or ()))
+
+
+def apart(saved: torch.Tensor | Quantized | None) -> tuple[tuple[torch.Tensor | None, ...], tuple | None]:
+    """Return the two tensors of an operand and what else is known of it; a tensor is the first of the two."""
+    if isinstance(saved, Quantized):
+        return (saved.codes, saved.scale_inv), (saved.fmt, saved.block)
+    return (saved, None), None
+
+
+def together(saved: torch.Tensor, scale_inv: torch.Tensor | None, form: tuple | None) -> torch.Tensor | Quantized:
+    """Return what `apart` took apart."""
+    return saved if scale_inv is None else Quantized(saved, scale_inv, *(form or ()))
