@@ -145,6 +145,13 @@ def cases(dtype: str = "bfloat16", fmt: str = "e4m3", square: tuple[int, int] = 
         ("cast + transpose, fitting", k.cast_transpose(*square, *x, policy=CANONICAL, delayed=FITTING), tile, b, 2, 9),
         ("delayed update", k.delayed_update(400, 16, CANONICAL), 512, 0, 0, 99),
         ("pack gradients, stochastic", k.pack_gradients(rows, columns, pitches, *x, random=(0, 0)), 128 * 16, b, 1, 1),
+        # exponentials take more of what an H100 issues than the bytes of the memory
+        ("gated, rows", k.gated_rows(*square, *x), SIZE, 2 * b, 1, 1),
+        ("gated, gradients' amax", k.gated_back_amax(*square, 8, dtype), 64 * 32, 3 * b + 4, 0, 5),
+        ("gated, gradients", k.gated_back_cast(*square, SIZE + 128, 8, *x), 64 * 32, 3 * b + 25, 5, 7),
+        ("gated, rows, apart", k.gated_rows(*square, *x, apart=True), SIZE, 2 * b, 1, 1),
+        ("gated, gradients' amax, apart", k.gated_back_amax(*square, 8, dtype, apart=True), 64 * 32, 3 * b + 4, 0, 5),
+        ("gated, gradients, apart", k.gated_back_cast(*square, SIZE + 128, 8, *x, apart=True), 2048, 3 * b + 25, 5, 8),
         ("rows cleared", k.clear_rows(*square, dtype), 16 * 1024, 0, b, 17),
     )
     return [

@@ -132,8 +132,7 @@ def use_torchao(model: nn.Module) -> None:
 
 
 def _converted(experts: Any, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    product = experts.grouped_product
-    return _gated(x, lambda x: product("gate_up", x, offsets), lambda x: product("down", x, offsets))
+    return experts.grouped_swiglu("gate_up", "down", x, offsets)
 
 
 LAYOUTS = {Experts: ours.ExpertLayout(forward=_converted, weights=("gate_up", "down"))}

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8StaleError
-from fp8_common.torch_layers.linear import function
+from fp8_common.torch_layers.sharding import gathered
 from fp8_torch_fsdp.scales import sync
 from fp8_torch_fsdp.scales.forwards import Forwards
 from fp8_torch_fsdp.scales.weight import Sent
@@ -170,7 +170,7 @@ def test_either_of_two_mechanisms_keeps_gradients_from_being_wrong(rank, broken,
         if broken != "nothing":
             patch.setattr(Forwards, "watch", lambda self, output: None)
         if "comparison" in broken:
-            patch.setattr(function, "check_codes", lambda ctx, repeated: None)
+            patch.setattr(gathered, "check_codes", lambda *given: None)
         if broken == "the hooks":
             with pytest.raises(Fp8StaleError, match="another forward ran between the two"):
                 wrong(setting, ["a teacher by mul_"])

@@ -4,6 +4,7 @@
 Importing this package loads neither torch nor jax nor triton.
 """
 
+from fp8_common._reference.activations import silu_mul, silu_mul_backward
 from fp8_common._reference.gradients import GradientCompression
 from fp8_common._reference.quantize import (
     Quantized,
@@ -84,5 +85,7 @@ __all__ = [
     "random_bits",
     "reciprocal",
     "select_modules",
+    "silu_mul",
+    "silu_mul_backward",
     "update_history",
 ]

@@ -10,12 +10,14 @@ from torch.library import opcheck
 
 import fp8_common as f8
 import fp8_common.torch.foreach
+import fp8_common.torch_layers.linear.gated
 import fp8_common.torch_layers.linear.grouped
 from fp8_common import torch as f8t
 from fp8_common.presets import te_delayed
 from fp8_common.testing import assert_same_bits
 from fp8_common.torch import casts, decoding, delayed
 from fp8_common.torch._operators import NAMESPACE, policy_key, policy_of_key
+from fp8_common.torch_layers.linear.segments import Groups
 
 
 def parts_of(made):
@@ -30,6 +32,8 @@ BITS = torch.arange(160, dtype=torch.int32).reshape(4, 40)
 # two groups of two rows, each with a weight of its own
 GROUPS = torch.tensor([2, 4], dtype=torch.int32)
 WEIGHTS = f8t.quantize(torch.linspace(-2, 2, 2 * 8 * 40).reshape(2, 8, 40), ONE, "e4m3").view(torch.uint8)
+H, OF_GROUPS = X.bfloat16(), Groups(GROUPS, 4)
+PLACES = OF_GROUPS.of_row, OF_GROUPS.source, OF_GROUPS.of_place, OF_GROUPS.padded[1]
 EMULATED = [True, False, False, False]
 
 OPERATORS = {
@@ -61,6 +65,10 @@ OPERATORS = {
     "foreach_quantize": ([X, X[:1, :3], X[:0]], torch.tensor([1.0, 2.0, 3.0]), "e4m3"),
     "segment_amax": (X, torch.tensor([0, 0, 1, 2], dtype=torch.int32), 2, True),
     "group_columns": (X, GROUPS, torch.tensor([16, 32], dtype=torch.int32), 48, "e4m3", POLICY),
+    "gated_rows": (H, H, "e4m3", POLICY),
+    "gated_rows_over_both": (H, None, "e4m3", POLICY),
+    "gated_back": (H, H, H, torch.ones(2, 40), torch.ones(2, 40), *PLACES, "e4m3", POLICY),
+    "gated_back_over_both": (H, None, H[:, :20], torch.ones(2, 40), None, *PLACES, "e4m3", POLICY),
     "clear_rows": (torch.ones(4, 3, 2), torch.tensor([True, False, True, False])),
     "cast_transposed": (X, ONE, "e4m3"),
     "copied_by_rows": (CODES.t(),),

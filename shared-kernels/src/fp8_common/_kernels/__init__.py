@@ -15,6 +15,7 @@ that branch was taken, and fails there if types or values do not fit.
 from fp8_common._kernels.blocks import block_both, blockwise, mx
 from fp8_common._kernels.decoding import dequantize, dequantize_mx
 from fp8_common._kernels.foreach import foreach_amax, foreach_cast, foreach_chunks
+from fp8_common._kernels.gated import gated_back_amax, gated_back_cast, gated_rows
 from fp8_common._kernels.gradients import pack_gradients, sum_gradients
 from fp8_common._kernels.groups import clear_rows, group_amax, group_cast, group_columns, turn_rows
 from fp8_common._kernels.launch import Compiled, Launch, Out, compile_launch, interpreting, run, scale_rule

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fp8_common._reference import activations
 from fp8_common._reference.scaling import INF_KEY, KEY_MASK, check_history, stable_zero_key
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import E8M0, FORMATS, Format, get_format
@@ -305,3 +306,38 @@ def update_history(history: torch.Tensor, amax: torch.Tensor, algo: str) -> tupl
 def reduce_history(history: torch.Tensor, algo: str) -> torch.Tensor:
     """Return the amax [...] that the next scale is made from, of a history [L, ...]."""
     return torch.amax(amax_bits(history), dim=0).view(torch.float32) if algo == "max" else history[0].clone()
+
+
+# ---------------------------------------------------------------- activations
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return `fp8_common.silu_mul` of tensors of one dtype and shape, in eager mode."""
+    x = gate.float()
+    silu = (x * _sigmoid(x)).to(gate.dtype)
+    return (silu.float() * up.float()).to(gate.dtype)
+
+
+def silu_mul_backward(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `fp8_common.silu_mul_backward` of tensors of one dtype and shape, and `silu_mul`, in eager mode."""
+    dtype, dy, x, u = gate.dtype, grad.float(), gate.float(), up.float()
+    s = _sigmoid(x)
+    silu = (x * s).to(dtype).float()
+    of_gate = ((dy * u).to(dtype).float() * s) * (x * (1.0 - s) + 1.0)
+    return of_gate.to(dtype), (dy * silu).to(dtype), (silu * u).to(dtype)
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    # `where` and not `clamp`: the definition compares, and NaN stays
+    v = torch.where(x < activations.LOWEST, -activations.LOWEST, -x)
+    v = torch.where(x > activations.HIGHEST, -activations.HIGHEST, v)
+    shifted = v * activations.LOG2E + activations.ROUND
+    whole = shifted - activations.ROUND
+    rest = (v - whole * activations.LOG2_HIGH) - whole * activations.LOG2_LOW
+    power = ((shifted.view(torch.int32) + (126 - activations.ROUND_BITS)) << 23).view(torch.float32)
+    exp = torch.full_like(rest, activations.POLYNOMIAL[0])
+    for coefficient in activations.POLYNOMIAL[1:]:
+        exp = (exp * rest).add_(coefficient)
+    return torch.reciprocal(exp * power + 1.0)

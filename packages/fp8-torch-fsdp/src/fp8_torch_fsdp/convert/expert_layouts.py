@@ -79,9 +79,13 @@ def _transformers(
         return y + getattr(experts, f"{name}_bias")[bias_of].to(y.dtype) if experts.has_bias else y
 
     up, down = experts.fp8_layout.weights
-    hidden = multiplied(up, take_rows(hidden_states, order // top_k_index.shape[-1]))
-    hidden = experts._apply_gate(hidden) if getattr(experts, "has_gate", True) else experts.act_fn(hidden)
-    output = multiplied(down, hidden)
+    rows = take_rows(hidden_states, order // top_k_index.shape[-1])
+    if _is_swiglu(experts):
+        output = experts.grouped_swiglu(up, down, rows, offsets)
+    else:
+        hidden = multiplied(up, rows)
+        hidden = experts._apply_gate(hidden) if getattr(experts, "has_gate", True) else experts.act_fn(hidden)
+        output = multiplied(down, hidden)
     if getattr(experts, "has_post_expert_norm", False):
         output = experts.post_expert_norm(output)
     weights = top_k_weights.reshape(-1)
@@ -93,16 +97,22 @@ def _transformers(
     return output.view(*top_k_index.shape, output.shape[-1]).sum(dim=1).to(hidden_states.dtype)
 
 
+def _is_swiglu(experts: Any) -> bool:
+    """Return whether experts of Transformers compute down(silu(gate) * up), without biases and with two weights."""
+    gate = getattr(type(experts), "_apply_gate", None)
+    usual = getattr(gate, "__qualname__", None) == "_default_apply_gate" and getattr(experts, "has_gate", True)
+    silu = isinstance(activation := getattr(experts, "act_fn", None), nn.SiLU) or activation is F.silu
+    return usual and not experts.has_bias and (silu or type(activation).__name__ == "SiLUActivation")
+
+
 def _torchtitan(experts: Any, x: torch.Tensor, tokens_of_experts: torch.Tensor) -> torch.Tensor:
     """Compute what the forward of torchtitan's `GroupedExperts` computes, in the dtype of `x`."""
     offsets = tokens_of_experts.cumsum(0, dtype=torch.int32)
     gate, down, up = experts.fp8_layout.weights
-
-    def multiplied(name: str, x: torch.Tensor) -> torch.Tensor:
-        # expert parallelism leaves weights distributed; of one that is cut within experts there is no whole product
-        return experts.fp8_matmul(name, x, local_experts(getattr(experts, name)), offsets)
-
-    return multiplied(down, F.silu(multiplied(gate, x)) * multiplied(up, x))
+    names = gate, up, down
+    # expert parallelism leaves weights distributed; of one that is cut within experts there is no whole product
+    weights = [local_experts(getattr(experts, name)) for name in names]
+    return experts.gated_mlp(names, x, weights, offsets)
 
 
 def _grouped_linear(linear: Any, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

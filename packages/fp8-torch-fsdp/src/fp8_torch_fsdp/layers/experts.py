@@ -1,9 +1,13 @@
 """`Float8Experts`: stacks of weights that rows in groups are multiplied by, in FP8."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from fp8_common.torch_layers.linear.function import autocast
+from fp8_common.torch_layers.linear.gated import fp8_gated_mlp, takes_gated
 from fp8_torch_fsdp.layers.module import Float8Module
 
 
@@ -32,3 +36,46 @@ class Float8Experts(Float8Module):
         """
         weight: Any = getattr(self, name, None)  # `fp8_matmul` says which names there are
         return self.fp8_matmul(name, x, weight, offsets)
+
+    def grouped_swiglu(
+        self, up: str | tuple[str, str], down: str, x: torch.Tensor, offsets: torch.Tensor
+    ) -> torch.Tensor:
+        """Return down(silu(gate) * up) of each row, with the weights of its expert.
+
+        With the recipe "rowwise" and bfloat16 inputs it is one function between whose matmuls are FP8 codes alone; with
+        others it is `grouped_product`, `torch.nn.functional.silu` and `grouped_product`.
+
+        Args:
+            up: The name of the weight of gate and up, [experts, 2 hidden, in_features], gate first; or the names of
+                both, gate first.
+            down: The name of the last weight.
+            x: As of `grouped_product`.
+            offsets: Alike.
+
+        Returns:
+            [rows, out_features] in the dtype of `x` (the autocast dtype under autocast).
+
+        Raises:
+            Fp8Error: As of `grouped_product`.
+        """
+        names = (*((up,) if isinstance(up, str) else up), down)
+        weights: list[Any] = [getattr(self, name, None) for name in names]
+        return self.gated_mlp(names, x, weights, offsets)
+
+    def gated_mlp(
+        self, names: Sequence[str], x: torch.Tensor, weights: Sequence[torch.Tensor], offsets: torch.Tensor
+    ) -> torch.Tensor:
+        """Return `grouped_swiglu` with the weights in any state, or this rank's experts of them."""
+        keep = [self.keeps_codes(name, weight) for name, weight in zip(names, weights, strict=True)]
+        matmuls = [self.fp8[name] for name in names]
+        x = autocast(x) if isinstance(x, torch.Tensor) else x
+        specs = [matmul.spec for matmul in matmuls]
+        if not takes_gated(x, weights, specs):
+            hidden = [self.fp8_matmul(name, x, one, offsets) for name, one in zip(names[:-1], weights, strict=False)]
+            gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, dim=-1)
+            return self.fp8_matmul(names[-1], F.silu(gate) * up, weights[-1], offsets)
+        y = fp8_gated_mlp(x, weights, specs, offsets, record=self.records, keep_codes=keep)
+        if not torch.compiler.is_compiling():
+            for matmul in matmuls:
+                matmul.rows_per_expert = x.shape[0] / offsets.shape[0]  # for `float8_report`
+        return y

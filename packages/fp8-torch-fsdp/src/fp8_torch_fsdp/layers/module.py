@@ -216,6 +216,18 @@ class Float8Module(nn.Module):
             Fp8Error: Shapes or offsets do not fit, the layout has no such weight, or it is distributed and not
                 gathered.
         """
+        keep_codes = self.keeps_codes(name, weight)
+        y = fp8_linear(x, weight, self.fp8[name].spec, offsets, record=self.records, keep_codes=keep_codes)
+        if offsets is not None and not torch.compiler.is_compiling():
+            self.fp8[name].rows_per_expert = x.shape[0] / offsets.shape[0]  # for `float8_report`
+        return y
+
+    def keeps_codes(self, name: str, weight: torch.Tensor) -> bool:
+        """Return whether a backward takes the codes of the forward, of a weight in any state.
+
+        Raises:
+            Fp8Error: The layout has no such weight, or it is distributed and not gathered.
+        """
         if name not in self.fp8:
             raise Fp8Error(f"{name!r} is no weight of this module: its layout names {list(self.fp8)}.")
         if isinstance(weight, DTensor):
@@ -228,16 +240,11 @@ class Float8Module(nn.Module):
             # Compilers keep what they cast themselves where it pays. Launches they would repeat in the backward.
             cast = self.fp8_config.weight
             launched = cast.scaling != "static"
-            keep_codes = launched and not isinstance(weight, GatheredWeight) and self.distribution.gather is None
-        else:
-            if self.fp8_config.all_gather or self.fp8[name].scales:
-                refuse_fsdp1(weight)
-            # Such a weight is at hand without a gather, so nobody frees its codes.
-            keep_codes = isinstance(weight, ShardedFloat8Weight)
-        y = fp8_linear(x, weight, self.fp8[name].spec, offsets, record=self.records, keep_codes=keep_codes)
-        if offsets is not None and not torch.compiler.is_compiling():
-            self.fp8[name].rows_per_expert = x.shape[0] / offsets.shape[0]  # for `float8_report`
-        return y
+            return launched and not isinstance(weight, GatheredWeight) and self.distribution.gather is None
+        if self.fp8_config.all_gather or self.fp8[name].scales:
+            refuse_fsdp1(weight)
+        # Such a weight is at hand without a gather, so nobody frees its codes.
+        return isinstance(weight, ShardedFloat8Weight)
 
     def distribute(self, distribution: Distribution) -> None:
         """Let the module exchange with other ranks what `distribution` says."""

@@ -25,7 +25,7 @@ from fp8_common.torch_layers.linear.operand import quantize_operand
 from fp8_common.torch_layers.linear.plan import Decided, LinearPlan, decide
 from fp8_common.torch_layers.linear.row_codes import RowCodes, decoded_rows
 from fp8_common.torch_layers.linear.rows import ROWS, Rows
-from fp8_common.torch_layers.sharding.gathered import GatheredWeight, check_codes
+from fp8_common.torch_layers.sharding.gathered import GatheredWeight, apart, recall, remember, together
 
 
 class Gather(Protocol):
@@ -111,18 +111,24 @@ def fp8_linear(
             MX blocks do not divide the sizes, or rows arrive as codes that the recipe cannot take.
         Fp8UnsupportedError: `torch.func` transforms the layer, or `emulate` is False and the device has no FP8.
     """
-    _check(x, weight, spec, offsets)
+    check(x, weight, spec, offsets)
     if offsets is None and isinstance(x, RowCodes):
         x = x.clone()  # the values: rows that travelled as codes are multiplied as codes by experts alone
-    # there is no autocast for the meta device, and asking for it is an error
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = autocast(x)
     if offsets is not None and has_few_rows(x, weight, spec.config.min_rows_per_expert):
         return wide_experts(x.clone() if isinstance(x, RowCodes) else x, weight, offsets, spec, record=record)
     return _Linear.apply(x, weight, offsets, spec, record, keep_codes)
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec, offsets: torch.Tensor | None) -> None:
+def autocast(x: torch.Tensor) -> torch.Tensor:
+    """Return x in the dtype of autocast, where it is enabled."""
+    # there is no autocast for the meta device, and asking for it is an error
+    enabled = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    return x.to(torch.get_autocast_dtype(x.device.type)) if enabled else x
+
+
+def check(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec, offsets: torch.Tensor | None) -> None:
+    """Refuse what `fp8_linear` does not take; see there."""
     if not isinstance(x, torch.Tensor):
         raise Fp8Error(f"{spec.name} expects a tensor as input, got {type(x).__name__}.")
     if in_function_transform():
@@ -154,7 +160,7 @@ def _check_blocks(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec) -> No
         )
 
 
-def _plan(spec: LinearSpec, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None) -> LinearPlan:
+def plan_of(spec: LinearSpec, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None) -> LinearPlan:
     """Return what is decided for inputs like x."""
     if torch.compiler.is_compiling():
         return decide(spec.config, x, 0, weight.dtype, casts_rows=False, grouped=offsets is not None, compiled=True)
@@ -183,7 +189,7 @@ class _Linear(torch.autograd.Function):
         keep_codes: bool,
     ) -> torch.Tensor:
         gather, config = spec.gather, spec.config
-        plan = _plan(spec, x, weight, offsets)
+        plan = plan_of(spec, x, weight, offsets)
         # The weight itself and not its codes: FSDP2 may free and refill it before the backward.
         sent = (weight,) if gather is None else gather.send(weight)
         # Before the cast of the input, so that a gather of the weight runs beside it.
@@ -198,20 +204,12 @@ class _Linear(torch.autograd.Function):
         else:
             w_operand = gather.finish(started, record)
         w_operand = rows.checked(w_operand) if rows.grouped else w_operand
-        kept = w_operand if needs_x and keep_codes else None
-        turned = None if kept is None else kept.transposed  # the codes that the backward contracts
-        ctx.turned = turned is not None
-        kept = kept if turned is None else turned
-        saved = _saved_input(config, matrix, x_operand, rows) if needs_weight else None
-        # Compiled code cannot compare: there the hooks of FSDP2 alone bring back the codes of this forward.
-        origin = getattr(weight, "origin", None) if needs_x and not plan.compiled else None
-        ctx.origin, ctx.number = origin, 0 if origin is None else origin.number
-        mark = None if origin is None else origin.mark
+        saved = saved_input(config, matrix, x_operand, rows) if needs_weight else None
+        kept, ctx.weight = remember(weight, w_operand, needed=needs_x, keep=keep_codes, compiled=plan.compiled)
         # Tensors go through autograd, which notices writes to them and lets checkpoints and offloading take them;
         # everything else stays on the context.
-        kept_tensors, ctx.kept = _apart(kept)
-        saved_tensors, ctx.saved = _apart(saved)
-        ctx.save_for_backward(offsets, mark, *kept_tensors, *saved_tensors, *sent)
+        saved_tensors, ctx.saved = apart(saved)
+        ctx.save_for_backward(offsets, *kept, *saved_tensors, *sent)
         ctx.plan, ctx.spec, ctx.record, ctx.shape = plan, spec, record, x.shape
         ctx.dtype, ctx.weight_dtype = x.dtype, weight.dtype
         y = rows.matmul(x_operand, w_operand, plan.output)
@@ -224,10 +222,8 @@ class _Linear(torch.autograd.Function):
         config, gather, plan = spec.config, spec.gather, ctx.plan
         # once: checkpoints let it be read once only
         offsets, mark, weight, weight_inv, saved, saved_inv, *sent = ctx.saved_tensors
-        if mark is not None:
-            check_codes(ctx, int(mark))
-        weight = None if weight is None else Quantized(weight, weight_inv, *ctx.kept)
-        saved = saved if saved_inv is None else Quantized(saved, saved_inv, *ctx.saved)
+        weight = recall(ctx.weight, (mark, weight, weight_inv), spec.name)
+        saved = together(saved, saved_inv, ctx.saved)
         if isinstance(grad, RowCodes):  # decoded once for both casts: one folds scales of the weight, one is of columns
             grad = decoded_rows(grad)
         matrix = grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1])
@@ -260,7 +256,7 @@ class _Linear(torch.autograd.Function):
             grad_weight = product if gather is None else gather.start_reduce(product)
         if needs_x:
             weight = whole_weight() if weight is None else weight
-            weight = weight if ctx.turned else _turned(config, weight)
+            weight = weight if ctx.weight.turned else turned_weight(config, weight)
             grad_x = _grad_input(spec, matrix, weight, shared, plan.grad_input, rows)
             grad_x = grad_x if grad_x.dtype == ctx.dtype else grad_x.to(ctx.dtype)
             grad_x = grad_x if len(ctx.shape) == 2 else _reshaped(grad_x, ctx.shape)
@@ -302,7 +298,7 @@ def _quantize_folded(
     return operand
 
 
-def _saved_input(config: LinearConfig, x: torch.Tensor, operand: Quantized, rows: Rows) -> torch.Tensor | Quantized:
+def saved_input(config: LinearConfig, x: torch.Tensor, operand: Quantized, rows: Rows) -> torch.Tensor | Quantized:
     """Return what the weight's gradient needs of the input [rows, columns]: an operand over rows, or the input.
 
     Where that gradient is computed in high precision, `fp8_saved_input` keeps the operand of the output instead.
@@ -317,7 +313,7 @@ def _saved_input(config: LinearConfig, x: torch.Tensor, operand: Quantized, rows
     return rows.quantize_over_rows(x, cast) if cast.enabled else operand
 
 
-def _turned(config: LinearConfig, weight: Quantized) -> Quantized:
+def turned_weight(config: LinearConfig, weight: Quantized) -> Quantized:
     """Return a weight as the gradient of the input contracts it."""
     if config.weight.granularity == "mx":  # blocks lie along what is contracted, and only one plane was gathered
         return quantize_operand(transpose(weight.dequantize()), config.weight)
@@ -364,13 +360,6 @@ def _grad_weight(
     else:
         g = rows.quantize_over_rows(grad, config.grad_weight_casts[0])
     return rows.matmul_over_rows(g, x, options)
-
-
-def _apart(saved: torch.Tensor | Quantized | None) -> tuple[tuple[torch.Tensor | None, ...], tuple | None]:
-    """Return the two tensors of an operand and what else is known of it; a tensor is the first of the two."""
-    if isinstance(saved, Quantized):
-        return (saved.codes, saved.scale_inv), (saved.fmt, saved.block)
-    return (saved, None), None
 
 
 def _reshaped(matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

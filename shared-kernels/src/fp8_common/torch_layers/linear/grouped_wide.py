@@ -13,7 +13,7 @@ from fp8_common.torch import decoding
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear.grouped import RowGroups
 from fp8_common.torch_layers.linear.grouped_matmul import multiply_rows_wide
-from fp8_common.torch_layers.sharding.gathered import check_codes
+from fp8_common.torch_layers.sharding.gathered import recall, remember
 
 if TYPE_CHECKING:
     from fp8_common.torch_layers.linear.function import LinearSpec
@@ -40,9 +40,9 @@ class _WideExperts(torch.autograd.Function):
     ) -> torch.Tensor:
         rows = RowGroups(offsets, x.shape[0])
         # the weight itself: FSDP2 frees what it gathered, and brings it back before the backward
-        origin = None if torch.compiler.is_compiling() else getattr(weight, "origin", None)
-        ctx.origin, ctx.number = origin, 0 if origin is None else origin.number
-        ctx.save_for_backward(x, weight, offsets, None if origin is None else origin.mark)
+        compiled = torch.compiler.is_compiling()
+        (mark, *_), ctx.memory = remember(weight, None, needed=True, keep=False, compiled=compiled)
+        ctx.save_for_backward(x, weight, offsets, mark)
         ctx.spec, ctx.weight_dtype = spec, weight.dtype
         return multiply_rows_wide(x, _decoded(spec, weight, x.dtype, rows, record=record).mT, rows)
 
@@ -50,8 +50,7 @@ class _WideExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, offsets, mark = ctx.saved_tensors
-        if mark is not None:
-            check_codes(ctx, int(mark))
+        recall(ctx.memory, (mark, None, None), ctx.spec.name)
         rows, spec = RowGroups(offsets, x.shape[0]), ctx.spec
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         grad_x = grad_weight = None

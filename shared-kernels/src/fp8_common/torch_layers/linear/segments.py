@@ -49,6 +49,7 @@ class Groups:
         self._of_row: torch.Tensor | None = None
         self._block_of_row: torch.Tensor | None = None
         self._padded: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._of_place: torch.Tensor | None = None
         self._source: torch.Tensor | None = None
 
     @property
@@ -90,13 +91,20 @@ class Groups:
         return -(-(self.rows + self.count * (PADDED - 1)) // PADDED) * PADDED
 
     @property
+    def of_place(self) -> torch.Tensor:
+        """int32 [padded_rows]: the group of each place of the padded groups, `count` for places behind the last one."""
+        if self._of_place is None:
+            places = torch.arange(self.padded_rows, dtype=torch.int32, device=self.offsets.device)
+            self._of_place = torch.searchsorted(self.padded[1], places, right=True, out_int32=True)
+        return self._of_place
+
+    @property
     def source(self) -> torch.Tensor:
         """int32 [padded_rows]: the row that stands at each place of the padded groups, -1 where none does."""
         if self._source is None:
-            starts, ends = self.padded
-            places = torch.arange(self.padded_rows, dtype=torch.int32, device=ends.device)
-            group = torch.searchsorted(ends, places, right=True).clamp(max=self.count - 1)
-            inside = places - starts[group]
+            group = self.of_place.clamp(max=self.count - 1)
+            places = torch.arange(self.padded_rows, dtype=torch.int32, device=group.device)
+            inside = places - self.padded[0][group]
             before = torch.cat([self.offsets.new_zeros(1), self.offsets])
             self._source = torch.where(inside < before.diff()[group], before[group] + inside, -1).int()
         return self._source

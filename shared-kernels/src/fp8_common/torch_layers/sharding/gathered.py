@@ -4,7 +4,8 @@ FP8 layers read its codes; any other operator gets the dequantized values, so th
 """
 
 import warnings
-from typing import Any, Protocol, Self
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
@@ -176,26 +177,6 @@ def quantized(gathered: GatheredWeight) -> Quantized:
     return Quantized(gathered.codes, scale_inv, FORMATS[gathered.fmt], gathered.block)
 
 
-def check_codes(ctx: Any, repeated: int) -> None:
-    """Compare the codes that FSDP2 holds now with those that the forward multiplied with.
-
-    Args:
-        ctx: Of the forward, with `origin`, its `number` at that time, and `spec`.
-        repeated: Number of the codes in the forward, or where a checkpoint has repeated it.
-
-    Raises:
-        Fp8StaleError: They are others.
-    """
-    if ctx.number == repeated == ctx.origin.number:
-        return
-    raise Fp8StaleError(
-        f"The backward of {ctx.spec.name} would multiply with FP8 codes {ctx.origin.number} of its weight, and its "
-        f"forward used codes {ctx.number}{'' if repeated == ctx.number else f' ({repeated} when it was repeated)'}: "
-        "another forward ran between the two, and the codes of this one are gone. Return the outputs of modules under "
-        "fully_shard in tuples, lists or dicts, so that FSDP2 sees their backward, or run the backward first."
-    )
-
-
 def finish_gather(
     buffer: torch.Tensor,
     scale_inv: torch.Tensor,
@@ -228,3 +209,89 @@ def finish_gather(
     fmt = grid.cast.fp8_format
     codes = unpad(buffer, full_shape, torch_dtype(fmt))
     return GatheredWeight(codes, scale_inv, fmt.name, dtype, grid.tile, origin), ()
+
+
+# ---------------------------------------------------------------- between forward and backward
+
+
+class WeightMemory(NamedTuple):
+    """What a backward knows of a weight of its forward, besides tensors.
+
+    Attributes:
+        turned: Whether the codes lie as the gradient of the input contracts them.
+        form: Format and block of the codes; None if they were not kept.
+        origin: What tells which codes FSDP2 holds; None for other weights.
+        number: Number of the codes in the forward.
+    """
+
+    turned: bool
+    form: tuple | None
+    origin: Any
+    number: int
+
+
+def remember(
+    weight: torch.Tensor, operand: Quantized | None, *, needed: bool, keep: bool, compiled: bool
+) -> tuple[tuple[torch.Tensor | None, ...], WeightMemory]:
+    """Return the three tensors that a backward takes of a weight, any of them None, and what else it knows.
+
+    Args:
+        weight: The weight, in any state.
+        operand: What the forward multiplied with; None if its codes are not kept.
+        needed: Whether the backward multiplies with it.
+        keep: Whether it takes the codes of the forward.
+        compiled: Whether a compiler traces the forward.
+    """
+    kept = operand if needed and keep else None
+    turned = None if kept is None else kept.transposed  # the codes that the backward contracts
+    # Compiled code cannot compare: there the hooks of FSDP2 alone bring back the codes of this forward.
+    origin = getattr(weight, "origin", None) if needed and not compiled else None
+    tensors, form = apart(kept if turned is None else turned)
+    memory = WeightMemory(turned is not None, form, origin, 0 if origin is None else origin.number)
+    return (None if origin is None else origin.mark, *tensors), memory
+
+
+def recall(memory: WeightMemory, tensors: Sequence[torch.Tensor | None], name: str) -> Quantized | None:
+    """Return the codes of a weight that were kept for the backward, or None.
+
+    Raises:
+        Fp8StaleError: FSDP2 holds other codes now than those that the forward multiplied with.
+    """
+    mark, codes, scale_inv = tensors
+    if mark is not None:
+        check_codes(memory, int(mark), name)
+    return None if codes is None or scale_inv is None else Quantized(codes, scale_inv, *(memory.form or ()))
+
+
+def check_codes(memory: WeightMemory, repeated: int, name: str) -> None:
+    """Compare the codes that FSDP2 holds now with those of the forward.
+
+    Args:
+        memory: Of the weight.
+        repeated: Number of the codes in the forward, or where a checkpoint has repeated it.
+        name: What the error calls the layer.
+
+    Raises:
+        Fp8StaleError: They are others.
+    """
+    own, present = memory.number, memory.origin.number
+    if own == repeated == present:
+        return
+    raise Fp8StaleError(
+        f"The backward of {name} would multiply with FP8 codes {present} of its weight, and its forward used codes "
+        f"{own}{'' if repeated == own else f' ({repeated} when it was repeated)'}: another forward ran between the "
+        "two, and the codes of this one are gone. Return the outputs of modules under fully_shard in tuples, lists or "
+        "dicts, so that FSDP2 sees their backward, or run the backward first."
+    )
+
+
+def apart(saved: torch.Tensor | Quantized | None) -> tuple[tuple[torch.Tensor | None, ...], tuple | None]:
+    """Return the two tensors of an operand and what else is known of it; a tensor is the first of the two."""
+    if isinstance(saved, Quantized):
+        return (saved.codes, saved.scale_inv), (saved.fmt, saved.block)
+    return (saved, None), None
+
+
+def together(saved: torch.Tensor, scale_inv: torch.Tensor | None, form: tuple | None) -> torch.Tensor | Quantized:
+    """Return what `apart` took apart."""
+    return saved if scale_inv is None else Quantized(saved, scale_inv, *(form or ()))

@@ -1,0 +1,378 @@
+"""The activation of a gated MLP, silu(gate) * up, as FP8 codes of its rows; and its gradient's, of rows and columns.
+
+Neither the activation nor the gradients of gate and up are stored before their casts. Rows are in consecutive groups,
+each with weights of its own, as in `groups`. See `fp8_common.silu_mul` for the numbers.
+
+Dims: gate and up are [M, N], or with `up_ptr` left out the halves of gate_ptr [M, 2 N]. What is made of them lies
+alike: without `up_ptr` codes and folds have 2 N columns and there is one scale for a row of both halves; with it, those
+of gate and up have pointers of their own.
+"""
+
+import triton
+import triton.language as tl
+
+from fp8_common._kernels.device import (
+    as_bits,
+    as_float,
+    multiple_of_16,
+    narrow_key,
+    product,
+    reciprocal,
+    scale_of_key,
+    scaled,
+    store_reciprocal,
+    to_fp8,
+    widen_key,
+)
+from fp8_common._kernels.groups import PADDED, groups_of_rows, places_of_tile
+from fp8_common._kernels.launch import (
+    Launch,
+    Out,
+    codes,
+    input_dtype,
+    matrix_sizes,
+    next_power_of_2,
+    plan,
+    scale_constants,
+    tile_count,
+)
+from fp8_common._kernels.rows import LONGEST_ROW
+from fp8_common._reference import activations
+from fp8_common.errors import Fp8Error
+from fp8_common.formats import Format
+from fp8_common.policy import CANONICAL, ScalePolicy
+
+LOWEST = tl.constexpr(activations.LOWEST)
+HIGHEST = tl.constexpr(activations.HIGHEST)
+LOG2E = tl.constexpr(activations.LOG2E)
+LOG2_HIGH = tl.constexpr(activations.LOG2_HIGH)
+LOG2_LOW = tl.constexpr(activations.LOG2_LOW)
+ROUND = tl.constexpr(activations.ROUND)
+EXPONENT = tl.constexpr(126 - activations.ROUND_BITS)
+C5, C4, C3, C2, C1, C0 = (tl.constexpr(c) for c in activations.POLYNOMIAL)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)) of float32 x; see `fp8_common._reference.activations`."""
+    # comparisons, because a floating point minimum drops NaN
+    v = tl.where(x < LOWEST, -LOWEST, -x)
+    v = tl.where(x > HIGHEST, -HIGHEST, v)
+    shifted = product(v, LOG2E) + ROUND
+    whole = shifted - ROUND
+    # exact products: whether each is joined with its sum does not matter
+    rest = (v - whole * LOG2_HIGH) - whole * LOG2_LOW
+    exp = product(rest, C5) + C4
+    exp = product(exp, rest) + C3
+    exp = product(exp, rest) + C2
+    exp = product(exp, rest) + C1
+    exp = product(exp, rest) + C0
+    return reciprocal(product(exp, as_float((as_bits(shifted) + EXPONENT) << 23)) + 1.0)
+
+
+@triton.jit
+def silu_mul(gate, up):
+    """silu(gate) * up, rounded as `fp8_common.silu_mul` rounds."""
+    x = gate.to(tl.float32)
+    silu = (x * sigmoid(x)).to(gate.dtype)
+    return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def silu_mul_backward(grad, gate, up):
+    """Gradients of gate and up, and `silu_mul` of both."""
+    DTYPE: tl.constexpr = gate.dtype
+    dy, x, u = grad.to(tl.float32), gate.to(tl.float32), up.to(tl.float32)
+    s = sigmoid(x)
+    silu = (x * s).to(DTYPE).to(tl.float32)
+    of_silu = (dy * u).to(DTYPE).to(tl.float32)
+    of_gate = (of_silu * s) * (product(x, 1.0 - s) + 1.0)
+    return of_gate.to(DTYPE), (dy * silu).to(DTYPE), (silu * u).to(DTYPE)
+
+
+@triton.jit
+def load_gate_up(gate_ptr, up_ptr, r, c, N, mask):
+    """Gate and up of rows r and columns c."""
+    if up_ptr is None:
+        at = r.to(tl.int64) * (2 * N) + c
+        return tl.load(gate_ptr + at, mask=mask, other=0.0), tl.load(gate_ptr + at + N, mask=mask, other=0.0)
+    else:
+        at = r.to(tl.int64) * N + c
+        return tl.load(gate_ptr + at, mask=mask, other=0.0), tl.load(up_ptr + at, mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def gated_rows_kernel(
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    scale_inv_ptr,
+    M: tl.int32,
+    N: tl.int32,
+    FMAX: tl.constexpr,
+    RULE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Cast the rows of silu(gate) * up, each with its scale; BN >= N."""
+    if ALIGNED:
+        N = multiple_of_16(N)
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.arange(0, BN)[None, :]
+    mask = (r[:, None] < M) & (c < N)
+    gate, up = load_gate_up(gate_ptr, up_ptr, r[:, None], c, N, mask)
+    hidden = silu_mul(gate, up)
+    scale = scale_of_key(widen_key(tl.max(narrow_key(hidden), axis=1), hidden.dtype), 1.0, FMAX, RULE)
+    at = r[:, None].to(tl.int64) * N + c
+    tl.store(y_ptr + at, to_fp8(scaled(hidden, scale[:, None]), y_ptr.dtype.element_ty), mask=mask)
+    store_reciprocal(scale_inv_ptr, r, scale, r < M)
+
+
+@triton.jit
+def gradients_of_tile(gate_ptr, up_ptr, grad_ptr, r, c, N, mask):
+    """Gradients of gate and up, and silu(gate) * up, of rows r and columns c."""
+    gate, up = load_gate_up(gate_ptr, up_ptr, r, c, N, mask)
+    return silu_mul_backward(tl.load(grad_ptr + r.to(tl.int64) * N + c, mask=mask, other=0.0), gate, up)
+
+
+@triton.jit
+def folds_of_group(fold_ptr, up_fold_ptr, g, c, N):
+    """What the columns c of the gradients of gate and up are multiplied by in group g."""
+    if up_fold_ptr is None:
+        at = 2 * g * N.to(tl.int64) + c
+        return tl.load(fold_ptr + at, mask=c < N, other=1.0), tl.load(fold_ptr + at + N, mask=c < N, other=1.0)
+    else:
+        at = g * N.to(tl.int64) + c
+        return tl.load(fold_ptr + at, mask=c < N, other=1.0), tl.load(up_fold_ptr + at, mask=c < N, other=1.0)
+
+
+# Nothing but numbers is given to this function and the next: torch takes for written what one is given that returns
+# offsets of stores.
+@triton.jit
+def columns_of_group(g, columns, M, N, COUNT, APART: tl.constexpr):
+    """Where amax and scales of the columns of gate's gradient, up's and the activation lie in group g."""
+    wide = N.to(tl.int64)
+    if APART:
+        base = (2 * M.to(tl.int64) + 31) // 32 * 32
+        at = base + g * wide + columns
+        return at, at + COUNT * wide, at + 2 * COUNT * wide
+    else:
+        base = (M.to(tl.int64) + 31) // 32 * 32
+        at = base + g * (2 * wide) + columns
+        return at, at + wide, base + 2 * COUNT * wide + g * wide + columns
+
+
+@triton.jit
+def rows_of_gradients(r, c, M, N, APART: tl.constexpr):
+    """Where rows r of the gradients of gate and up lie, of both in one matrix, or in one after the other."""
+    if APART:
+        at = r.to(tl.int64) * N + c
+        return at, at + M.to(tl.int64) * N
+    else:
+        at = r.to(tl.int64) * (2 * N) + c
+        return at, at + N
+
+
+@triton.jit
+def folded_keys(of_gate, of_up, fold, up_fold):
+    """Keys of the gradients of gate and up times their folds."""
+    return narrow_key(of_gate.to(tl.float32) * fold), narrow_key(of_up.to(tl.float32) * up_fold)
+
+
+@triton.jit
+def raise_columns(amax_ptr, at, key, DTYPE: tl.constexpr, inside):
+    """Raise amax at the places of columns to the keys of a tile."""
+    tl.atomic_max(amax_ptr + at, widen_key(tl.max(key, axis=0), DTYPE), mask=inside, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["M", "N", "COUNT"])
+def gated_back_amax_kernel(
+    gate_ptr,
+    up_ptr,
+    grad_ptr,
+    fold_ptr,
+    up_fold_ptr,
+    group_ptr,
+    amax_ptr,
+    M: tl.int32,
+    N: tl.int32,
+    COUNT: tl.int32,
+    ALIGNED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Raise the keys of amax of rows, folded, and of columns by group; all start at zero. See `columns_of_group`."""
+    if ALIGNED:
+        N = multiple_of_16(N)
+    DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
+    APART: tl.constexpr = up_ptr is not None
+    rows, columns = places_of_tile(N, BM, BN)
+    own = tl.load(group_ptr + rows, mask=rows < M, other=COUNT)
+    group, first, last = groups_of_rows(own, COUNT)
+    c = columns[None, :]
+    of_gate, of_up, hidden = gradients_of_tile(
+        gate_ptr, up_ptr, grad_ptr, rows[:, None], c, N, (rows < M)[:, None] & (c < N)
+    )
+    for g in range(first, last + 1):
+        inside = group == g
+        key, up_key = folded_keys(of_gate, of_up, *folds_of_group(fold_ptr, up_fold_ptr, g, c, N))
+        if APART:
+            tl.atomic_max(amax_ptr + M + rows, tl.max(up_key, axis=1), mask=own == g, sem="relaxed")
+        else:
+            key = tl.maximum(key, up_key)
+        tl.atomic_max(amax_ptr + rows, tl.max(key, axis=1), mask=own == g, sem="relaxed")
+        at, up_at, hidden_at = columns_of_group(g, columns, M, N, COUNT, APART)
+        raise_columns(amax_ptr, at, tl.where(inside, narrow_key(of_gate), 0), DTYPE, columns < N)
+        raise_columns(amax_ptr, up_at, tl.where(inside, narrow_key(of_up), 0), DTYPE, columns < N)
+        raise_columns(amax_ptr, hidden_at, tl.where(inside, narrow_key(hidden), 0), DTYPE, columns < N)
+
+
+@triton.jit
+def store_turned(t_ptr, at, x, scale_ptr, scale_at, inside, mask, c, N):
+    """Cast a tile with scales of columns and store it turned; zeros outside."""
+    scale = tl.load(scale_ptr + scale_at, mask=c < N, other=1.0)
+    # zeros behind the group whatever the scale is, which may be NaN
+    q = to_fp8(tl.where(inside, scaled(x, scale), 0.0), t_ptr.dtype.element_ty)
+    tl.store(t_ptr + at, q, mask=mask)
+
+
+@triton.jit(do_not_specialize=["M", "N", "P", "COUNT"])
+def gated_back_cast_kernel(
+    gate_ptr,
+    up_ptr,
+    grad_ptr,
+    fold_ptr,
+    up_fold_ptr,
+    source_ptr,
+    group_ptr,
+    padded_end_ptr,
+    scale_ptr,
+    y_ptr,
+    t_ptr,
+    M: tl.int32,
+    N: tl.int32,
+    P: tl.int32,
+    COUNT: tl.int32,
+    ALIGNED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Cast the gradients of gate and up by rows, folded, and by columns turned; and the activation by columns.
+
+    Place p of the padded groups holds row `source[p]`, or zeros where that is negative, and is in group `group[p]`,
+    which ends before `padded_end[group]`.
+    """
+    P = multiple_of_16(P)
+    if ALIGNED:
+        N = multiple_of_16(N)
+    APART: tl.constexpr = up_ptr is not None
+    F8: tl.constexpr = y_ptr.dtype.element_ty
+    places, columns = places_of_tile(N, BM, BN)
+    _, first, last = groups_of_rows(tl.load(group_ptr + places, mask=places < P, other=COUNT), COUNT)
+    source = tl.load(source_ptr + places, mask=places < P, other=-1)
+    r, c = source[:, None], columns[None, :]
+    filled = (r >= 0) & (c < N)
+    of_gate, of_up, hidden = gradients_of_tile(gate_ptr, up_ptr, grad_ptr, r, c, N, filled)
+    row_scale = tl.load(scale_ptr + source, mask=source >= 0, other=1.0)[:, None]
+    up_row_scale = row_scale
+    if APART:
+        up_row_scale = tl.load(scale_ptr + M + source, mask=source >= 0, other=1.0)[:, None]
+    at, up_at = rows_of_gradients(r, c, M, N, APART)
+    to = c.to(tl.int64) * P + places[:, None]
+    part = N.to(tl.int64) * P
+    for g in range(first, last + 1):
+        # from where to where rather than by the group of each place: that 16 of them are stored at once must be known
+        begin = multiple_of_16(tl.load(padded_end_ptr + g - 1, mask=g > 0, other=0))
+        end = multiple_of_16(tl.load(padded_end_ptr + g))
+        stored = (places >= begin)[:, None] & (places < end)[:, None] & (c < N)
+        here = stored & (r >= 0)
+        fold, up_fold = folds_of_group(fold_ptr, up_fold_ptr, g, c, N)
+        tl.store(y_ptr + at, to_fp8(scaled(of_gate.to(tl.float32) * fold, row_scale), F8), mask=here)
+        tl.store(y_ptr + up_at, to_fp8(scaled(of_up.to(tl.float32) * up_fold, up_row_scale), F8), mask=here)
+        scale_at, up_scale_at, hidden_scale_at = columns_of_group(g, c, M, N, COUNT, APART)
+        store_turned(t_ptr, to, of_gate, scale_ptr, scale_at, here, stored, c, N)
+        store_turned(t_ptr, to + part, of_up, scale_ptr, up_scale_at, here, stored, c, N)
+        store_turned(t_ptr, to + 2 * part, hidden, scale_ptr, hidden_scale_at, here, stored, c, N)
+
+
+@plan
+def gated_rows(
+    m: int, n: int, dtype: str, fmt: str | Format, policy: ScalePolicy = CANONICAL, *, apart: bool = False
+) -> Launch:
+    """Plan the codes [m, n] of the rows of silu(gate) * up, and their scales back [m].
+
+    `gate_ptr` is [m, 2 n], gate and up; `apart` with `up_ptr` both are [m, n].
+
+    Raises:
+        Fp8Error: Rows are too long.
+    """
+    if n > LONGEST_ROW:
+        raise Fp8Error(f"Rows of an activation stay in registers up to {LONGEST_ROW} columns, got {n}.")
+    bn = max(16, next_power_of_2(n))
+    tile = {"BM": max(1, 4096 // bn), "BN": bn}
+    return Launch(
+        kernel=gated_rows_kernel,
+        grid=tile_count(m, tile["BM"]) if n else 0,
+        inputs={"gate_ptr": input_dtype(dtype), "up_ptr": dtype if apart else None},
+        outputs={"y_ptr": codes((m, n), fmt), "scale_inv_ptr": Out((m,), "float32")},
+        scalars=matrix_sizes(m, n),
+        constants=scale_constants(fmt, policy) | {"ALIGNED": n % 16 == 0} | tile,
+        num_warps=max(4, tile["BM"] * tile["BN"] // 1024),
+    )
+
+
+def _gradients(m: int, n: int, groups: int, dtype: str, *, apart: bool) -> tuple[dict[str, str | None], dict[str, int]]:
+    """Return the inputs and the sizes of the gradients' kernels."""
+    inputs = {"gate_ptr": input_dtype(dtype), "up_ptr": dtype if apart else None, "grad_ptr": dtype}
+    inputs |= {"fold_ptr": "float32", "up_fold_ptr": "float32" if apart else None, "group_ptr": "int32"}
+    return inputs, matrix_sizes(2 * m, 2 * n) | {"M": m, "N": n, "COUNT": groups}
+
+
+@plan
+def gated_back_amax(m: int, n: int, groups: int, dtype: str, *, apart: bool = False) -> Launch:
+    """Plan the int32 keys of the amax of the gradients of gate and up, and of silu(gate) * up.
+
+    They lie as `scales_of_gradients` says. Of `grad_ptr` [m, n], gate and up as in `gated_rows`, the groups of rows,
+    int32 `group_ptr` [m], and what rows are multiplied by before their amax, float32 `fold_ptr` [groups, 2 n], `apart`
+    two of [groups, n].
+    """
+    inputs, sizes = _gradients(m, n, groups, dtype, apart=apart)
+    start, count = activations.scales_of_gradients(m, n, groups, apart=apart)["hidden"]
+    return Launch(
+        kernel=gated_back_amax_kernel,
+        grid=tile_count(m, 64) * tile_count(n, 32),
+        inputs=inputs,
+        outputs={"amax_ptr": Out((start + count,), "int32", zeroed=True)},
+        scalars=sizes,
+        # larger tiles keep more registers than a processor has for enough of them
+        constants={"ALIGNED": n % 16 == 0, "BM": 64, "BN": 32},
+        num_warps=4,
+    )
+
+
+@plan
+def gated_back_cast(
+    m: int, n: int, p: int, groups: int, dtype: str, fmt: str | Format, *, apart: bool = False
+) -> Launch:
+    """Plan the codes of both gradients by rows, folded, and by columns, and of silu(gate) * up by columns.
+
+    Of inputs as in `gated_back_amax`, and float32 `scale_ptr` as `scales_of_gradients` says. int32 `source_ptr` and
+    `group_ptr` [p] are the row at each place of the padded groups, or -1, and its group; `padded_end_ptr` [groups] are
+    their ends. Codes are [m, 2 n], `apart` [2, m, n]; and those of columns [3 n, p], of gate, up and the activation.
+
+    Raises:
+        Fp8Error: 16 does not divide p.
+    """
+    if p % PADDED:
+        raise Fp8Error(f"Rows are transposed in multiples of {PADDED}, got {p}. Use the reference.")
+    inputs, sizes = _gradients(m, n, groups, dtype, apart=apart)
+    return Launch(
+        kernel=gated_back_cast_kernel,
+        grid=tile_count(p, 64) * tile_count(n, 32) if m else 0,
+        inputs=inputs | {"source_ptr": "int32", "padded_end_ptr": "int32", "scale_ptr": "float32"},
+        outputs={"y_ptr": codes((2, m, n) if apart else (m, 2 * n), fmt), "t_ptr": codes((3 * n, p), fmt)},
+        scalars=sizes | {"P": matrix_sizes(p, n)["M"]},
+        constants={"ALIGNED": n % 16 == 0, "BM": 64, "BN": 32},
+        num_warps=4,
+    )

@@ -1,0 +1,319 @@
+"""`fp8_gated_mlp`: the MLP of experts, down(silu(gate) * up), as one differentiable function with row-wise scales.
+
+Between its matmuls are FP8 codes alone: the activation is cast where it is computed, the gradients of gate and up too,
+and of the hidden values gate and up are saved, no activation. Codes and results are those of `fp8_linear` around
+`fp8_common.silu_mul` and its gradient, which `fp8_common.silu_mul_backward` defines.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fp8_common._reference.activations import scales_of_gradients
+from fp8_common.errors import Fp8Error
+from fp8_common.formats import Format
+from fp8_common.policy import ScalePolicy
+from fp8_common.torch import casts
+from fp8_common.torch._operators import operator
+from fp8_common.torch._triton import launch, name_of, plans
+from fp8_common.torch.numerics import silu_mul, silu_mul_backward, torch_dtype
+from fp8_common.torch.quantized import Quantized
+from fp8_common.torch_layers.linear.config import LinearConfig
+from fp8_common.torch_layers.linear.function import LinearSpec, check, plan_of, saved_input, turned_weight
+from fp8_common.torch_layers.linear.grouped import RowGroups
+from fp8_common.torch_layers.linear.grouped_wide import has_few_rows
+from fp8_common.torch_layers.linear.row_codes import RowCodes, decoded_rows
+from fp8_common.torch_layers.linear.segments import segment_amax, segment_quantize, transposed_rows
+from fp8_common.torch_layers.sharding.gathered import apart, recall, remember, together
+
+LONGEST_ROW = 16384
+"""Hidden features up to which a row stays in the registers of one program."""
+
+
+def gates_in_one(config: LinearConfig) -> bool:
+    """Return whether a recipe casts all that a gated MLP casts alike, with dynamic scales of rows."""
+    recipe = config.recipe
+    made = (recipe.input, recipe.grad_output, *config.grad_weight_casts)
+    alike = all((one.format, one.policy) == (recipe.input.format, recipe.input.policy) for one in made)
+    return alike and all((one.scaling, one.granularity) == ("dynamic", "rowwise") for one in (*made, recipe.weight))
+
+
+def takes_gated(x: Any, weights: Sequence[torch.Tensor], specs: Sequence[LinearSpec]) -> bool:
+    """Return whether `fp8_gated_mlp` computes an MLP; otherwise `fp8_linear` does, one matmul after the other.
+
+    Args:
+        x: The input, after autocast.
+        weights: As of `fp8_gated_mlp`.
+        specs: Alike.
+    """
+    hidden = weights[-1].shape[-2 if specs[-1].transposed else -1]
+    needed = {torch.is_grad_enabled() and weight.requires_grad for weight in weights}
+    return (
+        isinstance(x, torch.Tensor)
+        and gates_in_one(specs[0].config)
+        and x.dtype == torch.bfloat16
+        and 0 < hidden <= LONGEST_ROW
+        and len(needed) == 1  # of weights that are trained in part, less is wanted
+        and not has_few_rows(x, weights[0], specs[0].config.min_rows_per_expert)
+        and all(spec.gather is None for spec in specs)
+    )
+
+
+def fp8_gated_mlp(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    specs: Sequence[LinearSpec],
+    offsets: torch.Tensor,
+    *,
+    record: bool,
+    keep_codes: Sequence[bool],
+) -> torch.Tensor:
+    """Return down(silu(gate) * up) of rows in groups, in FP8. It can be differentiated once.
+
+    Args:
+        x: bfloat16 [rows, in_features], sorted by expert, or `RowCodes`.
+        weights: Stacks for gate and up in one, [experts, 2 hidden, in_features], and down, [experts, out_features,
+            hidden]; or gate, up and down. In any state that `spec.weight` takes, for which `takes_gated` is true.
+        specs: The layer of each weight, all with one config.
+        offsets: As of `fp8_linear`.
+        record: As of `fp8_linear`.
+        keep_codes: As of `fp8_linear`, of each weight.
+
+    Returns:
+        [rows, out_features] in bfloat16.
+
+    Raises:
+        Fp8Error: Shapes or offsets do not fit.
+        Fp8UnsupportedError: As of `fp8_linear`.
+    """
+    ups = list(zip(weights, specs, strict=True))[:-1]
+    for weight, spec in ups:
+        check(x, weight, spec, offsets)
+    found = [weight.shape[-1 if spec.transposed else -2] for weight, spec in ups]
+    down, spec = weights[-1], specs[-1]
+    hidden = down.shape[-2 if spec.transposed else -1]
+    if found != ([2 * hidden] if len(ups) == 1 else [hidden, hidden]) or down.shape[0] != weights[0].shape[0]:
+        shapes = ", ".join(str(list(weight.shape)) for weight in weights)
+        raise Fp8Error(
+            f"{spec.name} multiplies by gate and up, of as many features each as down takes, got weights {shapes}."
+        )
+    return _GatedMlp.apply(x, offsets, tuple(specs), record, tuple(keep_codes), *weights)
+
+
+class _GatedMlp(torch.autograd.Function):
+    """The matmuls and what is between them; tensors first, but for the weights, of which there are two or three."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        specs: tuple[LinearSpec, ...],
+        record: bool,
+        keep_codes: tuple[bool, ...],
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        config = specs[0].config
+        needs_x, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
+        needed = [needs_x] * (len(weights) - 1) + [needs_x or needs_weights]  # down: for the gradients of gate and up
+        rows, plan = RowGroups(offsets, x.shape[0]), plan_of(specs[0], x, weights[0], offsets)
+        x_operand = rows.quantize(x, config.input, None, record=record, both=False)
+        matrices, kept, memory = [], [], []
+        for weight, spec, wanted, keep in zip(weights, specs, needed, keep_codes, strict=True):
+            matrix = rows.checked(spec.weight(weight, record, wanted and keep and not plan.compiled))
+            tensors, known = remember(weight, matrix, needed=wanted, keep=keep, compiled=plan.compiled)
+            matrices.append(matrix)
+            memory.append(known)
+            kept += tensors
+        *ups, down = matrices
+        hidden = [rows.matmul(x_operand, one, plan.output) for one in ups]
+        gate, up = hidden if len(hidden) == 2 else (hidden[0], None)
+        cast = config.input
+        codes, scale_inv = gated_rows(gate, up, cast.fp8_format, cast.policy)
+        activation = Quantized(codes, scale_inv[:, None], cast.fp8_format)
+        saved, form = apart(saved_input(config, x, x_operand, rows) if needs_weights else None)
+        ctx.save_for_backward(offsets, gate, up, *saved, *kept, *weights)
+        ctx.specs, ctx.memory, ctx.saved, ctx.compiled = specs, tuple(memory), form, plan.compiled
+        ctx.plan, ctx.dtype = plan, x.dtype
+        return rows.matmul(activation, down, plan.output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        specs, config, plan = ctx.specs, ctx.specs[0].config, ctx.plan
+        # once: checkpoints let it be read once only
+        offsets, gate, up, saved, saved_inv, *others = ctx.saved_tensors
+        weights, needs_weights = others[3 * len(specs) :], ctx.needs_input_grad[5]
+        grad = decoded_rows(grad) if isinstance(grad, RowCodes) else grad
+        rows = RowGroups(offsets, grad.shape[0])
+        matrices = []
+        for i, (spec, memory) in enumerate(zip(specs, ctx.memory, strict=True)):
+            matrix = recall(memory, others[3 * i : 3 * i + 3], spec.name)
+            matrix = spec.weight(weights[i], False, not ctx.compiled) if matrix is None else matrix
+            matrices.append(matrix if memory.turned else turned_weight(config, matrix))
+        *ups, down = matrices
+
+        def multiplied(operand: Quantized, weight: Quantized) -> torch.Tensor:
+            # the scales of the weight's rows are folded into the operand
+            return rows.matmul(operand, Quantized(weight.codes, rows.ones(weight.codes), weight.fmt), plan.grad_input)
+
+        cast = config.grad_output
+        of_rows = rows.quantize_folded(grad, down.scale_inv, cast, both=False)
+        of_hidden = multiplied(of_rows, down)
+        folds = [one.scale_inv.flatten(-2).contiguous() for one in ups]
+        codes, turned, scales = gated_back(
+            gate, up, of_hidden.contiguous(), folds[0], folds[1] if up is not None else None,
+            rows.of_row, rows.source, rows.of_place, rows.padded[1], cast.fp8_format, cast.policy,
+        )  # fmt: skip
+        m, n, count = *of_hidden.shape, rows.count
+        at = scales_of_gradients(m, n, count, apart=up is not None)
+        of_rows, of_columns, of_activation = (scales.narrow(0, *at[key]) for key in ("rows", "gradients", "hidden"))
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            parts = zip([codes] if up is None else codes, of_rows.view(len(ups), m, 1), ups, strict=True)
+            products = [multiplied(Quantized(one, inv, cast.fp8_format), weight) for one, inv, weight in parts]
+            grad_x = products[0] if len(products) == 1 else products[0] + products[1]
+        if not needs_weights:
+            return grad_x, None, None, None, None, *(None for _ in specs)
+        x = together(saved, saved_inv, ctx.saved)
+        x = x if isinstance(x, Quantized) else rows.quantize_over_rows(x, config.grad_weight_casts[1])
+        gradients = zip(
+            turned[: 2 * n].chunk(len(ups)), of_columns.view(len(ups), count, 2 * n // len(ups), 1), strict=True
+        )
+        pairs = [(Quantized(one, inv, cast.fp8_format), x) for one, inv in gradients]
+        activation = Quantized(turned[2 * n :], of_activation.view(count, n, 1), cast.fp8_format)
+        pairs.append((rows.quantize_over_rows(grad, config.grad_weight_casts[0]), activation))
+        products = [rows.matmul_over_rows(*pair, plan.grad_weight) for pair in pairs]
+        products = [one.mT if spec.transposed else one for one, spec in zip(products, specs, strict=True)]
+        return grad_x, None, None, None, None, *products
+
+
+# ---------------------------------------------------------------- casts
+
+
+def _gate_and_up(gate: torch.Tensor, up: torch.Tensor | None) -> Sequence[torch.Tensor]:
+    return gate.chunk(2, dim=-1) if up is None else (gate, up)
+
+
+def _rows_by_kernel(
+    gate: torch.Tensor, up: torch.Tensor | None, fmt: Format, policy: ScalePolicy
+) -> tuple[torch.Tensor, ...]:
+    n = gate.shape[1] // (2 if up is None else 1)
+    plan = plans().gated_rows(len(gate), n, name_of(gate.dtype), fmt, policy, apart=up is not None)
+    return launch(plan, gate.device, gate_ptr=gate, up_ptr=up)
+
+
+@operator(
+    lambda gate, up, fmt, policy: (
+        gate.new_empty((len(gate), gate.shape[1] // (2 if up is None else 1)), dtype=torch_dtype(fmt)),
+        gate.new_empty(len(gate), dtype=torch.float32),
+    ),
+    _rows_by_kernel,
+    lambda gate, *_: len(gate) > 0,
+)
+def gated_rows(
+    gate: torch.Tensor, up: torch.Tensor | None, fmt: Format, policy: ScalePolicy
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes of the rows of silu(gate) * up, and their scales back from FP8.
+
+    Args:
+        gate: bfloat16 [rows, hidden]; or gate and up, [rows, 2 hidden], contiguous.
+        up: [rows, hidden], or None.
+        fmt: The format.
+        policy: The rule for the scales.
+
+    Returns:
+        float8 [rows, hidden]; float32 [rows].
+    """
+    made = casts.quantize_dynamic(silu_mul(*_gate_and_up(gate, up)), fmt, policy, (1, 0))
+    return made.codes, made.scale_inv.view(-1)
+
+
+def _fake_back(gate, up, grad, fold, up_fold, group, source, of_place, ends, fmt, policy):  # noqa: ANN001, ANN202
+    m, n = grad.shape
+    start, count = scales_of_gradients(m, n, len(ends), apart=up is not None)["hidden"]
+    shape = (m, 2 * n) if up is None else (2, m, n)
+    codes, turned = (gate.new_empty(one, dtype=torch_dtype(fmt)) for one in (shape, (3 * n, len(source))))
+    return codes, turned, gate.new_empty(start + count, dtype=torch.float32)
+
+
+def _back_by_kernels(
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    grad: torch.Tensor,
+    fold: torch.Tensor,
+    up_fold: torch.Tensor | None,
+    group: torch.Tensor,
+    source: torch.Tensor,
+    of_place: torch.Tensor,
+    ends: torch.Tensor,
+    fmt: Format,
+    policy: ScalePolicy,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    (m, n), count, is_apart, dtype, device = grad.shape, len(ends), up is not None, name_of(gate.dtype), gate.device
+    given = {"gate_ptr": gate, "up_ptr": up, "grad_ptr": grad, "fold_ptr": fold, "up_fold_ptr": up_fold}
+    (keys,) = launch(plans().gated_back_amax(m, n, count, dtype, apart=is_apart), device, **given, group_ptr=group)
+    plan = plans().scales_of_amax(keys.numel(), fmt, policy)
+    scale, scale_inv = launch(plan, device, amax_ptr=keys.view(torch.float32))
+    given |= {"source_ptr": source, "group_ptr": of_place, "padded_end_ptr": ends, "scale_ptr": scale}
+    plan = plans().gated_back_cast(m, n, len(source), count, dtype, fmt, apart=is_apart)
+    codes, turned = launch(plan, device, **given)
+    return codes, turned, scale_inv
+
+
+@operator(_fake_back, _back_by_kernels, lambda gate, up, grad, *given: len(grad) > 0 and len(given[5]) > 0)
+def gated_back(
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    grad: torch.Tensor,
+    fold: torch.Tensor,
+    up_fold: torch.Tensor | None,
+    group: torch.Tensor,
+    source: torch.Tensor,
+    of_place: torch.Tensor,
+    ends: torch.Tensor,
+    fmt: Format,
+    policy: ScalePolicy,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the codes of the gradients of gate and up by rows and by columns, and of the activation by columns.
+
+    Args:
+        gate: As of `gated_rows`.
+        up: Alike.
+        grad: The activation's gradient, bfloat16 [rows, hidden].
+        fold: float32 [groups, hidden], or of gate and up, [groups, 2 hidden]: what rows are multiplied by first.
+        up_fold: [groups, hidden], or None.
+        group: `Groups.of_row`.
+        source: `Groups.source`.
+        of_place: `Groups.of_place`.
+        ends: int32 [groups], where the padded groups end.
+        fmt: The format.
+        policy: The rule for the scales.
+
+    Returns:
+        float8 [rows, 2 hidden], or [2, rows, hidden]; float8 [3 hidden, padded rows], of gate, up and the activation;
+        float32, the scales back in the order of `scales_of_gradients`.
+    """
+    (m, n), count, is_apart = grad.shape, len(ends), up is not None
+    *gradients, activation = silu_mul_backward(grad, *_gate_and_up(gate, up))
+    if not is_apart:
+        gradients = [torch.cat(gradients, 1)]
+    rows = []
+    for one, own in zip(gradients, [fold] if up_fold is None else [fold, up_fold], strict=True):
+        folds = torch.cat([own, torch.ones_like(own[:1]) if count else own.new_ones((1, one.shape[1]))])
+        rows.append(casts.quantize_dynamic(one, fmt, policy, (1, 0), fold=folds, groups=group))
+    turned, inverses = [], []
+    for one in (*gradients, activation):
+        scale = casts.scale_from_amax(segment_amax(one, group, count, True), fmt, policy)
+        turned.append(transposed_rows(segment_quantize(one, group, scale, fmt, None), source))
+        inverses.append(casts.reciprocal(scale).view(-1))
+    (start, size), found = scales_of_gradients(m, n, count, apart=is_apart)["gradients"], [r.scale_inv for r in rows]
+    scale_inv = grad.new_zeros(start + size + count * n, dtype=torch.float32)
+    scale_inv[: len(found) * m] = torch.cat(found).view(-1)
+    scale_inv[start:] = torch.cat(inverses)
+    # as bytes, because few operators know float8
+    joined = [torch.cat([one.view(torch.uint8) for one in own]) for own in ([r.codes for r in rows], turned)]
+    codes, turned = (one.view(torch_dtype(fmt)) for one in joined)
+    return codes.view((2, m, n) if is_apart else (m, 2 * n)), turned, scale_inv
