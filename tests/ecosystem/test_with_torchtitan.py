@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -27,6 +28,7 @@ from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
 RECIPES = ["tensorwise", "rowwise", "tensorwise_delayed"]
+PAGE = ROOT / "docs/jobs/torchtitan.md"
 
 
 def feed_forward(**options):
@@ -180,3 +182,41 @@ def test_torchtitans_trainer_resumes_runs_with_the_bits_of_uninterrupted_ones(tm
             assert whole["losses"][-1] < whole["losses"][0]
             assert whole["layers"] == whole["gathered"] == 30
         assert len({runs["whole"]["digest"] for runs in found.values()}) == len(RECIPES)
+
+
+def page_options():
+    """Yield the options after `torchtitan.train` of each command of the guide."""
+    for command in re.findall(r"^\$ torchrun .* -m torchtitan\.train (.*)$", PAGE.read_text(), re.MULTILINE):
+        yield command.replace("--module torchtitan_fp8", "--module examples.torchtitan_fp8").split()
+
+
+def test_torchtitan_takes_the_commands_of_the_guide():
+    from torchtitan.config import ConfigManager
+
+    # options that the guide names beside its commands
+    others = re.findall(r"`(--[a-z_.]+(?: \w+)?)`", PAGE.read_text())
+    assert len(others) >= 4
+    for options in page_options():
+        config = ConfigManager().parse_args([*options, *" ".join(others).split()])
+        with torch.device("meta"):
+            model = config.model_spec.model.build()
+        assert len(fp8_layers(model)) > 4 * len(model.layers)
+        assert config.parallelism.spmd_backend == "partial_dtensor"
+        assert config.training.disable_cuda_graphs
+        assert config.compile.enable
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+def test_torchtitans_own_main_trains_the_debug_model_of_the_guide(tmp_path):
+    """Compiled, with its own loss in chunks and its own selective activation checkpointing."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    model = ["--module", "examples.torchtitan_fp8", "--config", "llama3_debugmodel_fp8"]
+    options = ["--compile.enable", "--compile.backend", "aot_eager", "--training.steps", "6"]
+    command = [*launcher, "-m", "tests.ecosystem.torchtitan_main", *model, *options, "--dump_folder", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(loss) for loss in re.findall(r"^step \d loss (.*)$", done.stdout, re.MULTILINE)]
+    assert losses[-1] < losses[0] - 1
+    assert "82.9% of the weights converted, 82.9% gathered in FP8" in done.stdout

@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -20,10 +22,12 @@ from fp8_common import Fp8Error
 from fp8_common import _command as command
 from fp8_torch_fsdp.integrations.transformers import STATE_FILE, Float8Callback
 from tests.ecosystem.small import llama, loaded, local
+from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
 
 RECIPES = ["tensorwise", "rowwise", "tensorwise_delayed"]
+PAGE = ROOT / "docs/jobs/transformers.md"
 
 
 STEPS = {"max_steps": 6, "save_steps": 3, "logging_steps": 1}
@@ -187,6 +191,37 @@ def test_fp8_of_accelerate_is_refused_or_reported(first, monkeypatch):
             assert whys["1.weight"] == "the FP8 layer was replaced by torchao.float8.float8_linear.Float8Linear"
     finally:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerate_reads_the_file_of_the_guide(tmp_path, monkeypatch):
+    """Its launcher and its plugin, without starting a process."""
+    from accelerate.commands import launch
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (command,) = re.findall(r"^\$ accelerate launch (.*)$", PAGE.read_text(), re.MULTILINE)
+    (tmp_path / "fsdp2.yaml").write_text(text)
+    words = command.replace("fsdp2.yaml", str(tmp_path / "fsdp2.yaml")).split()
+    arguments, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))
+    assert (arguments.use_fsdp, arguments.num_processes) == (True, 8)
+    for name, value in prepare_multi_gpu_env(arguments).items():
+        monkeypatch.setenv(name, value)
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    plugin = FullyShardedDataParallelPlugin()
+    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.cpu_ram_efficient_loading) == (2, True, False)
+
+
+def test_transformers_parses_the_command_of_the_guide_for_gpus(tmp_path, monkeypatch):
+    from examples.transformers_trainer import Job
+
+    page = PAGE.read_text().replace("\\\n", " ")
+    (command,) = re.findall(r"transformers_trainer\.py (.* --fsdp .*)$", page, re.MULTILINE)
+    monkeypatch.setenv("LOCAL_RANK", "-1")
+    words = [*shlex.split(command), "--use_cpu"]
+    job, arguments = transformers.HfArgumentParser((Job, TrainingArguments)).parse_args_into_dataclasses(words)
+    assert (job.model, job.data) == ("Qwen/Qwen3-8B-Base", "tokens.pt")
+    assert (arguments.fsdp, arguments.bf16) == (True, True)
+    assert arguments.fsdp_plugin_args["fsdp_version"] == 2
 
 
 def test_the_callback_logs_every_layer_of_a_resumed_run(tmp_path, capsys):
