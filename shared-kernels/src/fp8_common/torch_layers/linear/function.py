@@ -118,7 +118,7 @@ def fp8_linear(
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if offsets is not None and has_few_rows(x, weight, spec.config.min_rows_per_expert):
-        return wide_experts(x.clone() if isinstance(x, RowCodes) else x, weight, offsets, spec, record=record)
+        return wide_experts(x, weight, offsets, spec, record=record)
     return _Linear.apply(x, weight, offsets, spec, record, keep_codes)
 
 
