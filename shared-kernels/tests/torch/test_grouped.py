@@ -17,6 +17,7 @@ from fp8_common.torch_layers.linear.grouped import RowGroups
 from fp8_common.torch_layers.linear.grouped_matmul import path_of
 from fp8_common.torch_layers.linear.matmul import MatmulOptions
 from fp8_common.torch_layers.linear.plan import decide
+from fp8_common.torch_layers.linear.row_codes import pack_rows, unpack_rows
 from fp8_common.torch_layers.linear.segments import Groups, zero_rows
 from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
 
@@ -174,6 +175,36 @@ def wide_loop(recipe, sizes):
         y[part], grad_x[part] = x[part] @ values[group].mT, grad[part] @ values[group]
         grad_weight[group] = grad[part].mT @ x[part]
     return y, grad_x, grad_weight
+
+
+class GradientInCodes(torch.autograd.Function):
+    """Passes values on; the gradient arrives as codes, as a dispatch sends it."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return coded(grad)
+
+
+def coded(x):
+    cast = LinearConfig(recipe="rowwise").input
+    return unpack_rows(pack_rows(x, cast), x.shape[1], cast, x.dtype, torch.arange(len(x)))
+
+
+def test_few_rows_that_arrive_as_codes_are_their_values():
+    weight, ends = torch.randn(2, ROWS, COLUMNS).bfloat16().requires_grad_(), torch.tensor([3, 10])
+    x, grad = torch.randn(12, COLUMNS).bfloat16(), torch.randn(12, ROWS).bfloat16()
+    spec, found = stack("rowwise", min_rows_per_expert=100), []
+    for codes in (True, False):
+        rows, weight.grad = coded(x) if codes else coded(x).dequantize(), None
+        y = fp8_linear(rows.requires_grad_(), weight, spec, ends)
+        GradientInCodes.apply(y).backward(grad) if codes else y.backward(coded(grad).dequantize())
+        found.append((y.detach(), rows.grad, weight.grad))
+    assert found[0][1] is not None
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_rows_decide_whether_experts_are_multiplied_in_high_precision():

@@ -116,7 +116,7 @@ def fp8_linear(
         x = x.clone()  # the values: rows that travelled as codes are multiplied as codes by experts alone
     x = autocast(x)
     if offsets is not None and has_few_rows(x, weight, spec.config.min_rows_per_expert):
-        return wide_experts(x.clone() if isinstance(x, RowCodes) else x, weight, offsets, spec, record=record)
+        return wide_experts(x, weight, offsets, spec, record=record)
     return _Linear.apply(x, weight, offsets, spec, record, keep_codes)
 
 

@@ -13,6 +13,7 @@ from fp8_common.torch import decoding
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear.grouped import RowGroups
 from fp8_common.torch_layers.linear.grouped_matmul import multiply_rows_wide
+from fp8_common.torch_layers.linear.row_codes import RowCodes, decoded_rows
 from fp8_common.torch_layers.sharding.gathered import recall, remember
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def wide_experts(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, spec: "LinearSpec", *, record: bool
 ) -> torch.Tensor:
     """Return rows in groups times the decoded weight of each group; arguments and result as of `fp8_linear`."""
+    x = x.clone() if isinstance(x, RowCodes) else x  # the values
     return _WideExperts.apply(x, weight, offsets, spec, record)
 
 
@@ -51,6 +53,7 @@ class _WideExperts(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, offsets, mark = ctx.saved_tensors
         recall(ctx.memory, (mark, None, None), ctx.spec.name)
+        grad = decoded_rows(grad) if isinstance(grad, RowCodes) else grad
         rows, spec = RowGroups(offsets, x.shape[0]), ctx.spec
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         grad_x = grad_weight = None
