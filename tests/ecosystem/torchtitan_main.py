@@ -9,6 +9,7 @@ from unittest import mock
 
 stand_in = importlib.import_module("tests.ecosystem.torchtitan_trainer")  # before all of torchtitan
 
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torchtitan import train
 from torchtitan.components import metrics
@@ -34,14 +35,19 @@ def parsed(manager):
 
 
 def watched(trainer):
-    """Train, and print losses and what was converted."""
+    """Train, and print losses and what was converted on the first rank: lines of several would mix."""
+    lines = []
     model = trainer.model_parts[0]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo adds, and does not multiply before
-    trainer.metrics_processor.log = lambda step, loss, *rest, **more: print(f"step {step} loss {float(loss):.4f}")
+    trainer.metrics_processor.log = lambda step, loss, *rest, **more: lines.append(
+        f"step {step} loss {float(loss):.4f}"
+    )
     train_steps(trainer)
-    print(f8.float8_report(model).headline, flush=True)
+    lines.append(f8.float8_report(model).headline)
+    if dist.get_rank() == 0:
+        print("\n" + "\n".join(lines), flush=True)
 
 
 if __name__ == "__main__":
