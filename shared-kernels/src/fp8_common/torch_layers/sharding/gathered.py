@@ -268,7 +268,7 @@ def recall(memory: WeightMemory, tensors: Sequence[torch.Tensor | None], name: s
                 "modules under fully_shard in tuples, lists or dicts, so that FSDP2 sees their backward, or run the "
                 "backward first."
             )
-    return None if codes is None else Quantized(codes, scale_inv, *(memory.form or ()))
+    return None if codes is None or scale_inv is None else Quantized(codes, scale_inv, *(memory.form or ()))
 
 
 def apart(saved: torch.Tensor | Quantized | None) -> tuple[tuple[torch.Tensor | None, ...], tuple | None]:
