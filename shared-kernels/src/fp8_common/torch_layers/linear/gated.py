@@ -302,7 +302,7 @@ def gated_back(
         gradients = [torch.cat(gradients, 1)]
     rows = []
     for one, own in zip(gradients, [fold] if up_fold is None else [fold, up_fold], strict=True):
-        folds = torch.cat([own, torch.ones_like(own[:1]) if count else own.new_ones((1, one.shape[1]))])
+        folds = torch.cat([own, own.new_ones((1, own.shape[1]))])  # for rows of no group
         rows.append(casts.quantize_dynamic(one, fmt, policy, (1, 0), fold=folds, groups=group))
     turned, inverses = [], []
     for one in (*gradients, activation):

@@ -180,7 +180,7 @@ def scaled(sums: torch.Tensor, a_inv: torch.Tensor, b_inv: torch.Tensor) -> torc
     if a_inv.ndim == b_inv.ndim == 0:
         return sums * (a_inv * b_inv)
     # the sums themselves stay as they are: selective checkpointing may have kept them
-    return (sums * a_inv).mul_(_as_row(b_inv))
+    return (sums * a_inv).mul_(b_inv.t() if b_inv.ndim == 2 else b_inv)
 
 
 def _matmul_dequantized(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
@@ -211,7 +211,9 @@ def _dequantized(operand: Quantized) -> torch.Tensor:
 def _matmul_scaled(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
     a_codes = a.codes if a.codes.is_contiguous() else row_major(a.codes)
     b_codes = b.codes if b.codes.is_contiguous() else row_major(b.codes)
-    a_inv, b_inv = a.scale_inv, _as_row(b.scale_inv)
+    a_inv, b_inv = a.scale_inv, b.scale_inv
+    if b_inv.ndim == 2:  # of rows of b, which are columns of the result
+        b_inv = b_inv.t()
     # `scaled_mm` takes two scalars or scales of rows and columns, and no mixture.
     if a_inv.ndim != b_inv.ndim:
         a_inv = a_inv.expand(a_codes.shape[0], 1).contiguous()
@@ -271,11 +273,6 @@ def _aligned(
     a = F.pad(a.view(torch.uint8), (0, inner)).view(a.dtype)
     b = F.pad(b.view(torch.uint8), (0, inner, 0, outer)).view(b.dtype)
     return a, b, b_inv if b_inv.ndim == 0 else F.pad(b_inv, (0, outer), value=1.0)
-
-
-def _as_row(scale_inv: torch.Tensor) -> torch.Tensor:
-    """Turn scales [N, 1] of the rows of b into [1, N], the columns of the result; scalars stay."""
-    return scale_inv.t() if scale_inv.ndim == 2 else scale_inv
 
 
 def applies_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> bool:
