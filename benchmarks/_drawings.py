@@ -293,7 +293,7 @@ def draw_speedups(axes: Axes) -> None:
     axes.set_yticks(*zip(*names, strict=True), fontsize=8)
     axes.set_ylim(place - 1.4, -0.6)
     axes.set_xlim(0, 1.5)
-    axes.set_xlabel("speed beside bf16 on one H100, forward and backward; milliseconds at the bars")
+    axes.set_xlabel("speed beside bf16, forward and backward; milliseconds")
 
 
 # ---------------------------------------------------------------- the primer
