@@ -24,6 +24,7 @@ from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.monitor import Float8Monitor
 from fp8_torch_fsdp.scales.state import DelayedState
 from fp8_torch_fsdp.scales.sync import synchronize_scales
+from fp8_torch_fsdp.scales.unchanged import weights_unchanged
 from fp8_torch_fsdp.step_log import Float8Log
 from fp8_torch_fsdp.tensor_parallel.styles import (
     Float8ColwiseParallel,
@@ -64,4 +65,5 @@ __all__ = [
     "fully_shard_traceable",
     "synchronize_scales",
     "unconvert",
+    "weights_unchanged",
 ]

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error
+from fp8_common.torch.compat import version_of
 from fp8_common.torch.kept import KeptCast, kept_cast
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear.config import LinearConfig
@@ -154,16 +155,32 @@ class WeightMatmul:
             operand = quantized(weight)
         else:
             plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight
-            kept = self._cast_of(plain) if both and self.casts_alone and not self.parts else None
-            if kept is not None and plain.is_contiguous():
-                operand = kept(plain, self.scales.get("weight"), record)
+            if self.weight.stands and not torch.compiler.is_compiling():
+                operand = self._held(weight, plain, record)
             else:
-                operand = self.weight.whole(plain, record=record, both=both, **self.parts)
+                operand = self._quantized(plain, record, both)
         if self.layout.stacked and self.config.weight.granularity == "tensorwise":
             # one scale for each expert, or the constant of all
             own = operand.scale_inv.reshape(-1).expand(weight.shape[0])
             operand = Quantized(operand.codes, own, operand.fmt, operand.block)
         return operand.t() if self.layout.transposed else operand
+
+    def _quantized(self, plain: torch.Tensor, record: bool, both: bool) -> Quantized:
+        kept = self._cast_of(plain) if both and self.casts_alone and not self.parts else None
+        if kept is not None and plain.is_contiguous():
+            return kept(plain, self.scales.get("weight"), record)
+        return self.weight.whole(plain, record=record, both=both, **self.parts)
+
+    def _held(self, weight: torch.Tensor, plain: torch.Tensor, record: bool) -> Quantized:
+        """Return the codes that are held of a weight that stands, both ways; cast now if it is another or changed."""
+        # operators on a wrapper do not move the version of what it wraps
+        writes = weight.fp8_weight.writes if isinstance(weight, ShardedFloat8Weight) else 0
+        key = plain.data_ptr(), plain.shape, version_of(plain), writes
+        held = self.weight.held
+        if held is None or held[0] != key:
+            # the weight too: its address goes to no other tensor meanwhile
+            held = self.weight.held = key, self._quantized(plain, record, True), plain
+        return held[1]
 
     def _cast_of(self, plain: torch.Tensor) -> KeptCast | None:
         """Return the launches of a cast both ways, decided once for a shape, dtype and device."""

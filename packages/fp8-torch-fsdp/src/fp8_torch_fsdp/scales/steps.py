@@ -18,6 +18,7 @@ from fp8_common.torch_layers.sharding.fsdp import shards
 
 _roots: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _watched: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_unchanged: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def watch(sync: Any) -> None:
@@ -39,6 +40,12 @@ def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
             sync.note_step()
 
 
+def refuse_while_unchanged(model: nn.Module, *, opens: bool) -> None:
+    """Refuse steps of optimizers that hold parameters of a model whose weights stand, from now on or no longer."""
+    (_unchanged.add if opens else _unchanged.discard)(model)
+    _register_before()
+
+
 def refuse_gathered(root: nn.Module) -> None:
     """Refuse steps of optimizers that hold parameters which an FSDP root has only while they are gathered."""
     _roots.add(root)
@@ -52,6 +59,14 @@ def _register_before() -> None:
 
 def _before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    ids = {id(one) for one in held} if _unchanged else set()
+    for model in list(_unchanged):
+        sharded = (shard.parameter for shard in shards(model))  # while gathered ones are in their place
+        if any(id(one) in ids for one in (*model.parameters(), *sharded)):
+            raise Fp8Error(
+                "An optimizer would change weights inside of weights_unchanged(model), in which they are not cast "
+                "again. End the window before optimizer.step()."
+            )
     plain = {id(one) for one in held if one.requires_grad and one.grad is None and not isinstance(one, DTensor)}
     for root in list(_roots) if plain else ():
         lost = [shard.full_name for shard in shards(root) if id(shard.gathered_parameter) in plain]

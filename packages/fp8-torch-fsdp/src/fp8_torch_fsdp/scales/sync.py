@@ -204,7 +204,7 @@ class ScaleSync:
     def begin(self, weights: Sequence[Fp8Weight]) -> None:
         """Synchronize weights, and keep what is sent of them for the backward of the forward that begins."""
         # Where FSDP2 was told to keep weights gathered through the backward, nobody looks until they are resharded.
-        stale = [weight for weight in weights if not weight.is_kept]
+        stale = [weight for weight in weights if not (weight.is_kept or weight.is_cast)]
         self.synchronize(only=stale)
         self.forwards.begin(weights)
 
@@ -289,8 +289,8 @@ class ScaleSync:
             roll: Make the next delayed scales even if no optimizer step was made since the last time.
         """
         self.forwards.current = None  # codes that no backward waits for are freed before others are made
-        for weight in self.weights:  # loads, `to_empty` and the like exchange the tensors that hold them
-            weight.look()
+        for weight in self.weights if only is None else only:
+            weight.look()  # loads, `to_empty` and the like exchange the tensors that hold them
         self._observed.clear()
         for own in self.groups:
             own.due = own.due or roll
@@ -299,7 +299,9 @@ class ScaleSync:
         with torch.inference_mode(False):  # what is made here outlives this forward
             for own in self.groups:
                 weights = own.weights if only is None else [weight for weight in own.weights if weight in only]
-                if only is None or weights or not own.weights:
+                # weights that stand leave the delayed scales of their layers to be combined
+                stands = own.scales and any(weight.stands for weight in own.weights)
+                if only is None or weights or stands or not own.weights:
                     self._agree(own, weights, group or own.ranks or (self.replicas if own.due else None))
 
     def _agree(self, own: Group, weights: list[Fp8Weight], ranks: dist.ProcessGroup | None) -> None:

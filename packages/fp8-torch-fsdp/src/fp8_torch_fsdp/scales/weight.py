@@ -40,6 +40,8 @@ class Fp8Weight:
         is_static: Whether its scale is a constant, or travels with the codes, so that there is nothing to agree on.
         writes: How many operators have written to it. Only a gather inside of a root's forward looks at this.
         replaced_by: The call after which the model holds another parameter in the place of this one; None before.
+        stands: Whether the user has declared that it does not change (`weights_unchanged`).
+        held: While it stands and is not sharded: its address and version, its codes, and itself.
         sync: The `ScaleSync` that it belongs to; None before `place`. What follows is known from then on.
         name: Its name from the root.
         region: Which part this rank holds.
@@ -78,6 +80,8 @@ class Fp8Weight:
         self.is_static = grid.cast.static_scale is not None or grid.is_mx
         self.writes = 0
         self.replaced_by: str | None = None
+        self.stands = False
+        self.held: tuple[object, Quantized, torch.Tensor] | None = None
         self.sync: Any = None
         self.newest: Sent | None = None
         self.number, self.mark = 0, torch.tensor(0)
@@ -168,6 +172,22 @@ class Fp8Weight:
     def is_kept(self) -> bool:
         """Whether FSDP2 holds the newest codes gathered, and was told not to reshard them."""
         return self.shard is not None and self.shard.stays_gathered and self.number == getattr(self.newest, "number", 0)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it stands and has been cast since that was declared.
+
+        Raises:
+            Fp8StaleError: It was written to since, or another tensor was put in its place.
+        """
+        if not self.stands or self.newest is None:
+            return False
+        if self.writes != self.writes_cast or (self.shard is not None and self._read() is not self.part):
+            raise Fp8StaleError(
+                f"{self.name} was changed inside of weights_unchanged(model), in which it is not cast again. Change "
+                "weights outside."
+            )
+        return True
 
     def take(self, sent: "Sent") -> None:
         """Let scales and `own_bits` be those of another forward: compiled graphs read them."""
