@@ -343,8 +343,8 @@ def draw_granularity(axes: Axes) -> None:
 def draw_gathers(axes: Axes) -> None:
     """Draw the bytes of a weight that FSDP2 sends in a step, in order, as `benchmarks.wire_bytes` counted them."""
     found = (RESULTS / "wire_bytes.md").read_text()
-    whats = ("float32", "float32", "bfloat16", "FP8")
-    names = [f"{who}; gradients {what}" for who, what in zip(("bf16", "tensorwise") * 2, whats, strict=True)]
+    gradients_in = ("float32", "float32", "bfloat16", "FP8")
+    names = [f"{who}; gradients {dtype}" for who, dtype in zip(("bf16", "tensorwise") * 2, gradients_in, strict=True)]
     for place, name in enumerate(names):
         line = next(line for line in found.splitlines() if line.startswith(f"| {name} |"))
         gathers, gradients = map(float, line.split("|")[3:5])
