@@ -4,7 +4,7 @@ A weight that arrives as FP8 codes is decoded once per pass; rows and gradients 
 GPU that multiplies groups of bfloat16. That path was checked on doubles and never ran on a GPU.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -16,9 +16,6 @@ from fp8_common.torch_layers.linear.grouped_matmul import multiply_rows_wide
 from fp8_common.torch_layers.linear.row_codes import RowCodes, decoded_rows
 from fp8_common.torch_layers.sharding.gathered import recall, remember
 
-if TYPE_CHECKING:
-    from fp8_common.torch_layers.linear.function import LinearSpec
-
 
 def has_few_rows(x: torch.Tensor, weight: torch.Tensor, least: int) -> bool:
     """Return whether a stack of weights has fewer rows [rows, columns] for each expert, on average, than `least`."""
@@ -26,7 +23,7 @@ def has_few_rows(x: torch.Tensor, weight: torch.Tensor, least: int) -> bool:
 
 
 def wide_experts(
-    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, spec: "LinearSpec", *, record: bool
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, spec: Any, *, record: bool
 ) -> torch.Tensor:
     """Return rows in groups times the decoded weight of each group; arguments and result as of `fp8_linear`."""
     x = x.clone() if isinstance(x, RowCodes) else x  # the values
@@ -38,7 +35,7 @@ class _WideExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, spec: "LinearSpec", record: bool
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, spec: Any, record: bool
     ) -> torch.Tensor:
         rows = RowGroups(offsets, x.shape[0])
         # the weight itself: FSDP2 frees what it gathered, and brings it back before the backward
@@ -66,9 +63,7 @@ class _WideExperts(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None
 
 
-def _decoded(
-    spec: "LinearSpec", weight: torch.Tensor, dtype: torch.dtype, rows: RowGroups, *, record: bool
-) -> torch.Tensor:
+def _decoded(spec: Any, weight: torch.Tensor, dtype: torch.dtype, rows: RowGroups, *, record: bool) -> torch.Tensor:
     """Return the values of a weight's codes [experts, out_features, in_features]; NaN if the offsets do not fit."""
     operand: Quantized = rows.checked(spec.weight(weight, record, False))
     scale_inv = operand.scale_inv[:, None, None] if operand.scale_inv.ndim == 1 else operand.scale_inv
