@@ -152,6 +152,19 @@ def cases(dtype: str = "bfloat16", fmt: str = "e4m3", square: tuple[int, int] = 
         ("gated, rows, apart", k.gated_rows(*square, *x, apart=True), SIZE, 2 * b, 1, 1),
         ("gated, gradients' amax, apart", k.gated_back_amax(*square, 8, dtype, apart=True), 64 * 32, 3 * b + 4, 0, 5),
         ("gated, gradients, apart", k.gated_back_cast(*square, SIZE + 128, 8, *x, apart=True), 2048, 3 * b + 25, 5, 8),
+        # matrices come through copies into shared memory, which are not counted here
+        *(
+            (
+                f"{name}, {'fast' if fast else 'full'}",
+                plan(*square, SIZE, 8, fmt, "e4m3", fast=fast),
+                128 * 128,
+                0,
+                0,
+                99,
+            )
+            for name, plan in (("groups' matmul", k.matmul_rows), ("groups' matmul over rows", k.matmul_over_rows))
+            for fast in (True, False)
+        ),
         ("rows cleared", k.clear_rows(*square, dtype), 16 * 1024, 0, b, 17),
     )
     return [

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from benchmarks import ROOT, SOURCES
+from benchmarks import _gpu_grouped as ask_grouped
 from benchmarks import _gpu_host as ask_host
 from benchmarks import _gpu_jax as ask_jax
 from benchmarks import _gpu_nccl as ask_nccl
@@ -79,6 +80,7 @@ def plan(gpu: str | None = "H100") -> list[Part]:
             ask_jax.steps: ask_jax.claims,
             ask_host.where_time: lambda _: [ask_host.WAITS_LITTLE],
             ask_host.issue: lambda _: [ask_host.ISSUED],
+            ask_grouped.grouped_matmuls: lambda _: [ask_grouped.SAME],
         }
         of = claims.get(each, lambda _: [ask.COMPILES, ask.FASTER])
         asked = {argument: [f"{argument}: {claim}" for claim in of(argument)] for argument in given}
@@ -112,6 +114,7 @@ def plan(gpu: str | None = "H100") -> list[Part]:
             )
             for dtype in ("bfloat16", "float32")
         ),
+        dataclasses.replace(together("experts, matmuls", 90, ask_grouped.grouped_matmuls, mixtures), asked=True),
         dataclasses.replace(together("where time goes", 150, ask_host.where_time, contenders), asked=True),
         dataclasses.replace(together("issue", 60, ask_host.issue, contenders), asked=True),
         dataclasses.replace(together("decoders of JAX", 400, ask_jax.steps, list(ask_jax.STEPS)), asked=True),

@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from fp8_common import RECIPES, Fp8Error
-from fp8_common.hardware import Device, product_path
+from fp8_common.hardware import OWN_GROUPED, Device, product_path
 from fp8_common.plugin import Machine
 
 CPU = Device(kind="cpu", name="c")
@@ -35,6 +35,19 @@ def test_every_recipe_has_a_row_and_rows_of_products_are_those_of_the_device(plu
     is_native = said["blockwise_1x128"].status == "native"
     assert is_native == (device == "sm_90" and plugin != "fp8_jax_owg")
     assert plugin != "fp8_jax_owg" or said["blockwise_1x128"].status == "unavailable"
+
+
+def test_the_plugin_says_what_multiplies_groups_of_rows_and_why(monkeypatch):
+    said = {device: rows("fp8_torch_fsdp", DEVICES[device])["groups of rows"] for device in DEVICES}
+    assert {device: path.status for device, path in said.items()} == {
+        "cpu": "emulated", "sm_90": "native", "sm_100": "emulated", "gfx942": "emulated",
+    }  # fmt: skip
+    assert (
+        "no own kernel was measured to be 1.15 times as fast, so the library multiplies all shapes" in said["sm_90"].why
+    )
+    assert "decoded and multiplied by torch.nn.functional.grouped_mm" in said["sm_100"].why
+    monkeypatch.setitem(OWN_GROUPED, ("rows", 4096, 4096), 500)
+    assert "own kernels multiply 1 shapes" in rows("fp8_torch_fsdp", DEVICES["sm_90"])["groups of rows"].why
 
 
 def test_jax_refuses_what_it_calls_unavailable():

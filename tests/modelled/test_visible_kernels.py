@@ -48,3 +48,34 @@ def test_compilers_launch_our_kernels(tmp_path, model, recipe, full):
     found = json.loads((tmp_path / "found.json").read_text())[recipe]
     assert found["operators"] == found["copies"] == []
     assert {name: found["launches"].count(name) for name in found["launches"]} == CASTS[model, recipe]
+
+
+OWN = """
+import json, os, re, sys, torch
+from benchmarks.modelled.models import measure
+from benchmarks.modelled.pretended_gpu import pretend_gpu
+from fp8_common.torch_layers.linear import grouped_matmul
+torch.set_num_threads(1)
+output, recipe = sys.argv[1:]
+pretend_gpu()
+grouped_matmul.own_grouped = lambda *_: True
+code = chr(10).join(measure(f"ours-{recipe}", "written", model="experts", width=1024, tokens=512).programs)
+names = r"torch[.]ops[.](fp8_common[.]\\w+|aten[.]_?(?:scaled_)?grouped_mm)|\\b((?!triton_)\\w+)_kernel_\\d+[.]run[(]"
+json.dump([a or b for a, b in re.findall(names, code)], open(output, "w"))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_compilers_launch_our_grouped_matmuls(tmp_path, recipe, full):
+    """Also of E5M2 gradients; nothing clears rows of no group."""
+    if not full and recipe == "rowwise":
+        pytest.skip("Inductor takes a while: with --full")
+    python("-c", OWN, tmp_path / "found.json", recipe)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {name: found.count(name) for name in found if "grouped_mm" in name or "matmul" in name} == {
+        "matmul_rows": 4,
+        "matmul_over_rows": 2,
+    }
+    assert not [name for name in found if "fp8_common" in name or name == "clear_rows"]

@@ -16,6 +16,8 @@ from fp8_common.recipe import Granularity
 Kind = Literal["cpu", "nvidia", "amd", "tpu", "other"]
 Status = Literal["native", "reference", "emulated", "unavailable"]
 RowsLibrary = Literal["cublas", "cutlass", ""]
+GroupedMatmuls = Literal["table", "library", "own"]
+GroupedProduct = Literal["rows", "over rows"]
 
 # gfx942 multiplies the FNUZ variants, every other device with FP8 units those of the OCP specification.
 OCP = ("e4m3", "e5m2")
@@ -38,6 +40,14 @@ MX_MAJOR = 10
 """The major compute capability for which cuBLAS multiplies with MX scales in the order that is written here."""
 MX_CUDA = (12, 8)
 """The first CUDA that does."""
+
+GROUPED_CAPABILITY = (9, 0)
+"""The compute capability for which torch has grouped FP8 matmuls with scales of rows: later ones have MX scales."""
+OWN_GROUPED: dict[tuple[GroupedProduct, int, int], int] = {}
+"""Fewest rows per expert from which an own kernel multiplies groups, by product, N and K; others are the library's.
+
+A shape belongs here once its kernel was measured to be 1.15 times as fast as the library on a GPU. None was measured.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +138,36 @@ def multiplies_mx(capability: tuple[int, int] | None, cuda: tuple[int, int] | No
     """Return whether torch, built with a CUDA version, multiplies with MX scales on such a GPU."""
     # not 12.0: its tensor cores take other layouts, for which nothing here was written
     return capability is not None and capability[0] == MX_MAJOR and cuda is not None and cuda >= MX_CUDA
+
+
+def own_grouped(choice: GroupedMatmuls, product: GroupedProduct, rows_per_expert: int, n: int, k: int) -> bool:
+    """Return whether an own kernel multiplies groups of rows, where there is one, and not the library.
+
+    Args:
+        choice: "own", "library", or "table" for `OWN_GROUPED`.
+        product: "rows" for [rows, k] by [groups, n, k]; "over rows" for the [n, k] of each group.
+        rows_per_expert: On average.
+        n: Columns of the result, or rows of each.
+        k: What is contracted, or columns of each result.
+    """
+    if choice != "table":
+        return choice == "own"
+    least = OWN_GROUPED.get((product, n, k))
+    return least is not None and rows_per_expert >= least
+
+
+def grouped_path(device: Device) -> Path:
+    """Return how torch multiplies groups of rows, those of experts, on the device."""
+    name, label, capability = "groups of rows", device.label, device.capability
+    if device.kind != "nvidia" or capability is None or capability < (8, 0):
+        return Path(name=name, status="emulated", why=f"{label}: one group after the other.")
+    if capability != GROUPED_CAPABILITY:
+        why = f"{label}: codes are decoded and multiplied by torch.nn.functional.grouped_mm."
+        return Path(name=name, status="emulated", why=why)
+    table = f"own kernels multiply {len(OWN_GROUPED)} shapes, the library all others"
+    if not OWN_GROUPED:
+        table = "no own kernel was measured to be 1.15 times as fast, so the library multiplies all shapes"
+    return Path(name=name, status="native", why=f'{label}: {table}; GemmConfig(grouped="own") takes own kernels.')
 
 
 def product_path(device: Device, granularity: Granularity) -> Path:

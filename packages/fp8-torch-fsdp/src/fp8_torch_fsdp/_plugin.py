@@ -1,6 +1,6 @@
 """What `fp8 doctor` says about this plugin."""
 
-from fp8_common.hardware import GATHER, product_path
+from fp8_common.hardware import GATHER, grouped_path, product_path
 from fp8_common.plugin import Machine, PluginInfo
 
 GRANULARITIES = ("tensorwise", "rowwise", "blockwise_1x128")
@@ -10,10 +10,11 @@ GRANULARITIES = ("tensorwise", "rowwise", "blockwise_1x128")
 def describe(machine: Machine) -> PluginInfo:
     """Tell what this plugin will do on `machine` and why."""
     mx = machine.own_path("mx", "emulated", "MX codes are decoded and multiplied, on every device.")
+    products = (product_path(machine.accelerator, granularity) for granularity in GRANULARITIES)
     return PluginInfo(
         name="fp8-torch-fsdp",
         version="0.1.0",
         summary="FP8 linear layers for PyTorch; FSDP2 all-gathers their weights as one byte per element.",
-        paths=(*(product_path(machine.accelerator, granularity) for granularity in GRANULARITIES), mx, GATHER),
+        paths=(*products, mx, grouped_path(machine.accelerator), GATHER),
         certify="fp8_torch_fsdp._certify:certificates",
     )

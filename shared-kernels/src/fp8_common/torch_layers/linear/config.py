@@ -1,9 +1,10 @@
 """`LinearConfig`: what every FP8 linear layer of the PyTorch plugins is configured with, whatever its weight is."""
 
 import dataclasses
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 from fp8_common.errors import Fp8Error
+from fp8_common.hardware import GroupedMatmuls
 from fp8_common.recipe import RECIPES, CastRecipe, Recipe, get_recipe
 
 OPERANDS = ("input", "weight", "grad_output", "input_for_grad_weight", "grad_output_for_grad_weight")
@@ -29,11 +30,23 @@ class GemmConfig:
         fast_accum_grad_input: The same for the gradient of the input. None: for stacks of experts alone, whose narrow
             matmuls reach a quarter of the rate on an H100 without it.
         fast_accum_grad_weight: The same for the gradient of the weight.
+        grouped: What multiplies the rows of experts on compute capability 9.0: "library" is torch's grouped matmul,
+            "own" Triton kernels that take E5M2 gradients too and never ran on a GPU, "table" those where they were
+            measured to be faster (`fp8_common.hardware.OWN_GROUPED`), which is nowhere yet.
+
+    Raises:
+        Fp8Error: `grouped` is another word.
     """
 
     fast_accum_output: bool = True
     fast_accum_grad_input: bool | None = None
     fast_accum_grad_weight: bool | None = None
+    grouped: GroupedMatmuls = "table"
+
+    def __post_init__(self) -> None:
+        """Refuse unknown choices."""
+        if self.grouped not in get_args(GroupedMatmuls):
+            raise Fp8Error(f'grouped must be "table", "library" or "own", got {self.grouped!r}.')
 
 
 class SharedCasts(NamedTuple):

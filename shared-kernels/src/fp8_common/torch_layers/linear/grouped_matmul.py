@@ -2,7 +2,8 @@
 
 On GPUs nothing waits for the device to know where groups end. `scaled_grouped_mm` multiplies E4M3 codes with one scale
 per row; where it does not apply (E5M2 gradients, other GPUs), `grouped_mm` multiplies the codes decoded to bfloat16,
-which is exact, and the scales follow. Both ran on an H100.
+which is exact, and the scales follow. Both ran on an H100. Own kernels multiply codes of both formats where
+`hardware.own_grouped` says so; they never ran on a GPU.
 Elsewhere, for scales of blocks and for results that are not bfloat16: group after group by `matmul`, so that the
 numbers are those of a loop over the experts; on a GPU that loop waits for the offsets.
 """
@@ -13,7 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from fp8_common.formats import Format
+from fp8_common.hardware import GROUPED_CAPABILITY, KERNEL_FORMATS, own_grouped
 from fp8_common.torch._operators import operator
+from fp8_common.torch._triton import launch, launches, plans
 from fp8_common.torch.blocks import Block
 from fp8_common.torch.compat import assume_constant_result, scaled_grouped_mm
 from fp8_common.torch.decoding import values
@@ -21,8 +24,6 @@ from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear.matmul import ALIGNMENT, MatmulOptions, device_capability, matmul, rows_library
 from fp8_common.torch_layers.linear.segments import BLOCK, PADDED, Groups, check_offsets, transposed_rows, zero_rows
 
-CAPABILITY = (9, 0)
-"""The compute capability for which torch has grouped FP8 matmuls with scales of rows: later ones have MX scales."""
 CAPABILITY_OF_BFLOAT16 = (8, 0)
 """The first for which it has grouped matmuls of bfloat16."""
 
@@ -45,6 +46,9 @@ def matmul_rows(a: Quantized, b: Quantized, groups: Groups, options: MatmulOptio
     a_codes, b_codes, offsets = a.codes.contiguous(), b.codes.contiguous(), groups.offsets.int()
     a_inv = a.scale_inv if a.scale_inv.ndim == 2 else groups.per_row(a.scale_inv)[:, None]
     b_inv = b.scale_inv.reshape(groups.count, -1)
+    if path == "own":
+        b_inv = b_inv.expand(b_codes.shape[:2])
+        return multiply_rows(a_codes, b_codes, a_inv, b_inv, offsets, a.fmt, b.fmt, options.use_fast_accum)
     inside = groups.of_row < groups.count
     if path == "fp8":
         b_inv = b_inv.expand(b_codes.shape[:2])
@@ -75,9 +79,12 @@ def matmul_over_rows(a: Quantized, b: Quantized, groups: Groups, options: Matmul
     if path == "looped":
         return _looped(_as_rows(a, groups), _as_rows(b, groups), groups, options, over_rows=True)
     a_codes, b_codes, ends = _turned(a, groups), _turned(b, groups).t(), groups.padded[1]
-    if path == "fp8":
+    if path != "bfloat16":
         a_inv = a.scale_inv.reshape(groups.count, -1).expand(groups.count, a_codes.shape[0])
         b_inv = b.scale_inv.reshape(groups.count, -1).expand(groups.count, b_codes.shape[1])
+        if path == "own":
+            fast = options.use_fast_accum
+            return multiply_over_rows(a_codes, b_codes.t(), a_inv, b_inv, ends, a.fmt, b.fmt, fast)
         # nothing is accumulated for an empty group, so nothing need have been written
         y = _matmul_scaled(a_codes, b_codes, a_inv, b_inv, ends, options)
         return zero_rows(y, groups.filled)
@@ -88,16 +95,34 @@ def matmul_over_rows(a: Quantized, b: Quantized, groups: Groups, options: Matmul
     return torch.where(groups.filled[:, None, None], y, 0).bfloat16()
 
 
-def path_of(a: Quantized, b: Quantized, options: MatmulOptions) -> Literal["fp8", "bfloat16", "looped"]:
-    """Return how these groups are multiplied: their codes, the codes decoded to bfloat16, or group after group."""
+def path_of(a: Quantized, b: Quantized, options: MatmulOptions) -> Literal["own", "fp8", "bfloat16", "looped"]:
+    """Return how these groups are multiplied.
+
+    Their codes by own kernels or the library, the codes decoded to bfloat16, or group after group.
+    """
     # Of two matrices in groups, rows are padded, whatever their number.
     sizes = (*(x.codes.shape[0 if is_turned(x) else -1] for x in (a, b)), *b.codes.shape[1:-1])
     aligned = all(size % ALIGNMENT == 0 for size in sizes)
     multiplies = device_multiplies(a.codes.device)
     if not aligned or a.block or b.block or options.out_dtype != torch.bfloat16 or not multiplies:
         return "looped"
-    fp8 = multiplies == "fp8" and not options.emulate and a.fmt.name == b.fmt.name == "e4m3"
-    return "fp8" if fp8 else "bfloat16"
+    if multiplies != "fp8" or options.emulate:
+        return "bfloat16"
+    if _is_own(a, b, options):
+        return "own"
+    return "fp8" if a.fmt.name == b.fmt.name == "e4m3" else "bfloat16"
+
+
+def _is_own(a: Quantized, b: Quantized, options: MatmulOptions) -> bool:
+    """Return whether own kernels multiply these groups, of sizes and on a device that fit."""
+    if b.codes.ndim == 3:
+        product, (count, n, k), rows = "rows", b.codes.shape, a.codes.shape[0]
+    else:
+        product, count = "over rows", a.scale_inv.shape[0]
+        (n, rows), (k, _) = (x.codes.shape if is_turned(x) else x.codes.shape[::-1] for x in (a, b))
+    if not count or a.fmt not in KERNEL_FORMATS or b.fmt not in KERNEL_FORMATS:
+        return False
+    return own_grouped(options.grouped, product, rows // count, n, k) and launches(a.codes)
 
 
 # a constant of compiled graphs; Dynamo would trace into the query otherwise
@@ -107,12 +132,93 @@ def device_multiplies(device: torch.device) -> Literal["fp8", "bfloat16", ""]:
     if device.type != "cuda":
         return ""
     capability = device_capability(device)
-    if capability == CAPABILITY:
+    if capability == GROUPED_CAPABILITY:
         return "fp8"
     return "bfloat16" if capability >= CAPABILITY_OF_BFLOAT16 else ""
 
 
 # ---------------------------------------------------------------- by the device
+
+
+def _rows_by_kernel(a, b, a_inv, b_inv, ends, a_fmt, b_fmt, fast):  # noqa: ANN001, ANN202
+    plan = plans().matmul_rows(*a.shape[:1], *b.shape[1:], b.shape[0], a_fmt, b_fmt, fast=fast)
+    given = {"a_ptr": a, "b_ptr": b, "a_inv_ptr": a_inv, "b_inv_ptr": b_inv, "end_ptr": ends}
+    return launch(plan, a.device, **{name: each.contiguous() for name, each in given.items()})[0]
+
+
+@operator(
+    lambda a, b, a_inv, b_inv, ends, a_fmt, b_fmt, fast: a.new_empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16),
+    _rows_by_kernel,
+)
+def multiply_rows(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_inv: torch.Tensor,
+    b_inv: torch.Tensor,
+    ends: torch.Tensor,
+    a_fmt: Format,
+    b_fmt: Format,
+    fast: bool,
+) -> torch.Tensor:
+    """Return bfloat16 [rows, N]: codes [rows, K] times the codes [groups, N, K] of their group; zeros for no group.
+
+    Args:
+        a: The rows.
+        b: The matrices.
+        a_inv: float32 [rows, 1], scales back from FP8.
+        b_inv: float32 [groups, N], alike.
+        ends: int32 [groups], never falling: behind the last row of each.
+        a_fmt: Format of the rows.
+        b_fmt: Format of the matrices.
+        fast: Whether a kernel may accumulate with fewer bits.
+    """
+    y = a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.bfloat16)
+    for group, (start, end) in enumerate(_bounds(ends, a)):
+        sums = values(a[start:end], a_fmt, torch.float32) @ values(b[group], b_fmt, torch.float32).t()
+        y[start:end] = sums * a_inv[start:end] * b_inv[group]
+    return y
+
+
+def _over_rows_by_kernel(a, b, a_inv, b_inv, ends, a_fmt, b_fmt, fast):  # noqa: ANN001, ANN202
+    plan = plans().matmul_over_rows(a.shape[1], a.shape[0], b.shape[0], len(ends), a_fmt, b_fmt, fast=fast)
+    given = {"a_ptr": a, "b_ptr": b, "a_inv_ptr": a_inv, "b_inv_ptr": b_inv, "end_ptr": ends}
+    return launch(plan, a.device, **{name: each.contiguous() for name, each in given.items()})[0]
+
+
+@operator(
+    lambda a, b, a_inv, b_inv, ends, a_fmt, b_fmt, fast: a.new_empty(
+        (ends.shape[0], a.shape[0], b.shape[0]), dtype=torch.bfloat16
+    ),
+    _over_rows_by_kernel,
+)
+def multiply_over_rows(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_inv: torch.Tensor,
+    b_inv: torch.Tensor,
+    ends: torch.Tensor,
+    a_fmt: Format,
+    b_fmt: Format,
+    fast: bool,
+) -> torch.Tensor:
+    """Return bfloat16 [groups, N, K], a @ b.T over the columns of each group; zeros for an empty one.
+
+    Args:
+        a: Codes [N, padded rows], see `Groups.padded`.
+        b: Codes [K, padded rows].
+        a_inv: float32 [groups, N], scales back from FP8.
+        b_inv: float32 [groups, K], alike.
+        ends: int32 [groups], where each ends in the codes.
+        a_fmt: Format of `a`.
+        b_fmt: Format of `b`.
+        fast: Whether a kernel may accumulate with fewer bits.
+    """
+    y = a.new_zeros((ends.shape[0], a.shape[0], b.shape[0]), dtype=torch.bfloat16)
+    for group, (start, end) in enumerate(_bounds(ends, a.t())):
+        if start < end:
+            first, second = (values(x[:, start:end], fmt, torch.float32) for x, fmt in ((a, a_fmt), (b, b_fmt)))
+            y[group] = first @ second.t() * a_inv[group, :, None] * b_inv[group]
+    return y
 
 
 def _matmul_scaled(

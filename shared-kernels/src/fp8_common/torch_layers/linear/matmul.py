@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from fp8_common._machine import parse_version
 from fp8_common.errors import Fp8Error, Fp8UnsupportedError
-from fp8_common.hardware import RowsLibrary, multiplies_blocks, multiplies_mx, multiplies_rows
+from fp8_common.hardware import GroupedMatmuls, RowsLibrary, multiplies_blocks, multiplies_mx, multiplies_rows
 from fp8_common.torch import casts, decoding
 from fp8_common.torch._operators import operator
 from fp8_common.torch.blocks import split_blocks
@@ -62,6 +62,7 @@ class MatmulOptions(NamedTuple):
         pad_outer: The same of the rows of the second operand.
         decoded: The dtype that emulated codes are decoded to, as `decoded_dtype` returns it; None asks anew.
         rows: What multiplies with scales of rows, as `rows_library` returns it; cuBLAS takes all.
+        grouped: What multiplies groups of rows, as `GemmConfig` has it.
     """
 
     out_dtype: torch.dtype
@@ -71,6 +72,7 @@ class MatmulOptions(NamedTuple):
     pad_outer: bool = False
     decoded: torch.dtype | None = None
     rows: RowsLibrary = "cublas"
+    grouped: GroupedMatmuls = "table"
 
 
 def should_emulate(device: torch.device, emulate: Literal["auto"] | bool) -> bool:

@@ -102,4 +102,5 @@ def options(
         pad_outer=config.pad_inner_dim,
         decoded=decoded_dtype(device, out_dtype),
         rows=rows_library(device),
+        grouped=config.gemms.grouped,
     )
