@@ -12,7 +12,6 @@ from fp8_common._kernels.gated import silu_mul, silu_mul_backward
 from fp8_common.presets import deepgemm
 from fp8_common.testing import assert_same_bits
 from fp8_common.torch import _triton
-from fp8_common.torch._operators import policy_key
 from fp8_common.torch_layers.linear import gated
 from fp8_common.torch_layers.linear.grouped import RowGroups
 from tests.helpers import kernel_inputs
@@ -59,7 +58,7 @@ def inputs(shape, dtype, apart, *, wild=True):
 )
 def test_rows_of_the_activation_are_cast(dtype, shape, apart, fmt):
     given, halves = inputs(shape, dtype, apart)
-    codes, scale_inv = gated.gated_rows(*given, fmt, policy_key(f8.POWER_OF_2))
+    codes, scale_inv = gated.gated_rows(*given, f8.get_format(fmt), f8.POWER_OF_2)
     hidden = f8.silu_mul(*halves)
     want = f8.quantize_rowwise(hidden, fmt, policy=f8.POWER_OF_2)
     assert_same_bits(scale_inv, f8.reciprocal(want.scale).reshape(-1))
@@ -84,7 +83,7 @@ def test_gradients_are_cast_by_rows_and_columns_of_groups(ends, dtype, columns, 
     launched, run = [], _triton.run
     monkeypatch.setattr(_triton, "run", lambda plan, *_, **named: (launched.append(plan.name), run(plan, *_, **named)))
     index = rows.of_row, rows.source, rows.of_place, rows.padded[1]
-    codes, turned, scales = gated.gated_back(*given, tensor(grad), *fold, *index, "e4m3", policy_key(policy))
+    codes, turned, scales = gated.gated_back(*given, tensor(grad), *fold, *index, f8.E4M3, policy)
     assert launched == ["gated_back_amax", "scales", "gated_back_cast"]
     at = gated.scales_of_gradients(ROWS, columns, len(ends), apart=apart)
     of_rows, of_columns, of_hidden = (scales.narrow(0, *at[key]) for key in ("rows", "gradients", "hidden"))

@@ -33,6 +33,7 @@ BITS = torch.arange(160, dtype=torch.int32).reshape(4, 40)
 GROUPS = torch.tensor([2, 4], dtype=torch.int32)
 WEIGHTS = f8t.quantize(torch.linspace(-2, 2, 2 * 8 * 40).reshape(2, 8, 40), ONE, "e4m3").view(torch.uint8)
 H, OF_GROUPS = X.bfloat16(), Groups(GROUPS, 4)
+PADDED = torch.tensor([16, 32], dtype=torch.int32)
 PLACES = OF_GROUPS.of_row, OF_GROUPS.source, OF_GROUPS.of_place, OF_GROUPS.padded[1]
 EMULATED = [True, False, False, False]
 
@@ -69,6 +70,8 @@ OPERATORS = {
     "gated_rows_over_both": (H, None, "e4m3", POLICY),
     "gated_back": (H, H, H, torch.ones(2, 40), torch.ones(2, 40), *PLACES, "e4m3", POLICY),
     "gated_back_over_both": (H, None, H[:, :20], torch.ones(2, 40), None, *PLACES, "e4m3", POLICY),
+    "multiply_rows": (CODES, WEIGHTS, torch.ones(4, 1), torch.ones(2, 8), GROUPS, "e4m3", "e4m3", True),
+    "multiply_over_rows": (CODES, CODES[:2], torch.ones(2, 4), torch.ones(2, 2), PADDED, "e4m3", "e4m3", True),
     "clear_rows": (torch.ones(4, 3, 2), torch.tensor([True, False, True, False])),
     "cast_transposed": (X, ONE, "e4m3"),
     "copied_by_rows": (CODES.t(),),
@@ -94,7 +97,7 @@ OPERATORS = {
 
 def operator_of(case):
     """Return the operator's name: variants carry a suffix."""
-    return re.sub("_(over|of|with_a|with_prev|between)(_.*)?$", "", case) if case != "quantize_with_amax" else case
+    return re.sub("_(over_both|of|with_a|with_prev|between)(_.*)?$", "", case) if case != "quantize_with_amax" else case
 
 
 @pytest.mark.parametrize("case", OPERATORS)
