@@ -70,7 +70,8 @@ class Distribution:
 
     def forward(self, layer: Any, input: torch.Tensor) -> torch.Tensor:
         """Return the output of a linear layer for `input`; see `Float8Linear.forward`."""
-        return with_bias(layer.fp8_matmul("weight", input, layer.weight), layer.bias)
+        output, bias = layer.fp8_matmul("weight", input, layer.weight), layer.bias
+        return output if bias is None else with_bias(output, bias)
 
     def __deepcopy__(self, memo: dict) -> "Distribution":
         """A copied layer works with the same ranks."""

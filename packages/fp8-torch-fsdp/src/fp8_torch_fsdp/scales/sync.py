@@ -204,7 +204,7 @@ class ScaleSync:
     def begin(self, weights: Sequence[Fp8Weight]) -> None:
         """Synchronize weights, and keep what is sent of them for the backward of the forward that begins."""
         # Where FSDP2 was told to keep weights gathered through the backward, nobody looks until they are resharded.
-        stale = [weight for weight in weights if not (weight.is_kept or weight.is_cast)]
+        stale = [weight for weight in weights if not (weight.is_kept or (weight.stands and weight.is_cast))]
         self.synchronize(only=stale)
         self.forwards.begin(weights)
 

@@ -175,12 +175,12 @@ class Fp8Weight:
 
     @property
     def is_cast(self) -> bool:
-        """Whether it stands and has been cast since that was declared.
+        """Of a weight that stands, whether it has been cast since that was declared.
 
         Raises:
             Fp8StaleError: It was written to since, or another tensor was put in its place.
         """
-        if not self.stands or self.newest is None:
+        if self.newest is None:
             return False
         if self.writes != self.writes_cast or (self.shard is not None and self._read() is not self.part):
             raise Fp8StaleError(
