@@ -193,7 +193,7 @@ def page_options():
 def test_torchtitan_takes_the_commands_of_the_guide():
     from torchtitan.config import ConfigManager
 
-    # options that the guide names beside its commands
+    # options that the guide mentions
     others = re.findall(r"`(--[a-z_.]+(?: \w+)?)`", PAGE.read_text())
     assert len(others) >= 4
     for options in page_options():

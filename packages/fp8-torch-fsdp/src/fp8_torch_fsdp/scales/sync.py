@@ -290,7 +290,7 @@ class ScaleSync:
         """
         self.forwards.current = None  # codes that no backward waits for are freed before others are made
         for weight in self.weights if only is None else only:
-            weight.look()  # loads, `to_empty` and the like exchange the tensors that hold them
+            weight.look()  # loads and `to_empty` replace the tensors of weights
         self._observed.clear()
         for own in self.groups:
             own.due = own.due or roll

@@ -161,7 +161,7 @@ class Fp8Weight:
             if self.part.dtype != before:
                 check_gathers([self.shard])
             if (other := self.shard.local.fp8_weight) is not self:
-                # `to_empty` and the like have made a tensor of another weight: it and its aliases are of this one
+                # `to_empty` creates a tensor with a new `Fp8Weight`; its aliases must share this one
                 other.__dict__ = self.__dict__
                 self.shard.local.fp8_weight = self
         self.writes_cast = self.writes
