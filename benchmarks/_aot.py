@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks._sass import Sass, disassemble
 from fp8_common import _kernels as kernels
-from fp8_common._reference.gradients import MessageRows
+from fp8_common._reference.gradient_messages import MessageRows
 from fp8_common.policy import CANONICAL, MX_MODES
 
 ARCHITECTURES = (89, 90, 100)
@@ -130,14 +130,14 @@ def cases(dtype: str = "bfloat16", fmt: str = "e4m3", square: tuple[int, int] = 
         # each thread reads the scales of its columns, which the threads of a tile have in their cache
         ("columns of groups", k.group_cast(*square, 128, *x, columns=True), tile, b + 1, 1, 8),
         ("groups, folded", k.rowwise(*square, *x, fold=True, groups=True), SIZE, b + 4, 1, 4),
-        ("groups, turned", k.turn_rows(*square), tile, 1, 1, 8),
+        ("groups, turned", k.transpose_rows(*square), tile, 1, 1, 8),
     )
     bound_by_something_else = (
         # it takes two thirds of what an H100 issues while the bytes move
         ("rows and columns, folded, amax", k.amax_both(*square, dtype, fold=True), 128 * 128, b + 0.5, 0, 1),
         ("row-wise, 32768 columns", k.rowwise(SIZE, 32768, *x), 4096, 2 * b, 1, 2),
         ("groups, columns", k.group_columns(*square, SIZE + 128, 8, *x), 256 * 32, 2 * b, 1, 5),
-        ("row-wise, turned", k.rowwise_turned(*square, *x), 32 * 256, 2 * b, 2, 4),
+        ("row-wise, turned", k.rowwise_transposed(*square, *x), 32 * 256, 2 * b, 2, 4),
         ("blocks both ways", k.block_both(*square, *x), 128 * 128, b, 2, 5),
         ("square blocks both ways", k.block_both(*square, *x, square=True), 128 * 128, b, 2, 2),
         ("scales", k.scales_of_amax(SIZE, fmt, CANONICAL), 256, 0, 0, 99),
@@ -165,7 +165,7 @@ def cases(dtype: str = "bfloat16", fmt: str = "e4m3", square: tuple[int, int] = 
             for name, plan in (("groups' matmul", k.matmul_rows), ("groups' matmul over rows", k.matmul_over_rows))
             for fast in (True, False)
         ),
-        ("rows cleared", k.clear_rows(*square, dtype), 16 * 1024, 0, b, 17),
+        ("rows cleared", k.fill_rows_with_zeros(*square, dtype), 16 * 1024, 0, b, 17),
     )
     return [
         *(Case(*row, tail=True) for row in in_flat_memory),

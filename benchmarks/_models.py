@@ -73,8 +73,8 @@ class Experts(nn.Module):
 
 
 def _experts_in_fp8(experts: Any, x: Tensor, offsets: Tensor) -> Tensor:
-    gate, up = experts.grouped_product("gate_up", x, offsets).chunk(2, dim=-1)
-    return experts.grouped_product("down", F.silu(gate) * up, offsets)
+    gate, up = experts.expert_matmul("gate_up", x, offsets).chunk(2, dim=-1)
+    return experts.expert_matmul("down", F.silu(gate) * up, offsets)
 
 
 LAYOUTS = {Experts: ExpertLayout(forward=_experts_in_fp8, weights=("gate_up", "down"))}

@@ -35,7 +35,7 @@ from examples._report import Corpus
 from fp8_common import E4M3
 from fp8_common.torch.casts import quantize_mx
 from fp8_common.torch.decoding import dequantize_mx
-from fp8_common.torch_layers.sharding.gradients import pack_gradients, sum_gradients
+from fp8_common.torch_layers.sharding.gradient_messages import pack_gradients, sum_gradients
 from fp8_torch_fsdp import DelayedState, Float8LinearConfig, GemmConfig, convert_to_float8_training, synchronize_scales
 
 

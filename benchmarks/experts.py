@@ -59,8 +59,8 @@ def torchao_mxfp8(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 def in_fp8(experts: Any, x: Tensor, offsets: Tensor) -> Tensor:
     """Return what `Experts.forward` returns, with FP8 matmuls."""
-    gate, value = experts.grouped_product("up", x, offsets).chunk(2, dim=-1)
-    return experts.grouped_product("down", F.silu(gate) * value, offsets)
+    gate, value = experts.expert_matmul("up", x, offsets).chunk(2, dim=-1)
+    return experts.expert_matmul("down", F.silu(gate) * value, offsets)
 
 
 LAYOUT = {Experts: ExpertLayout(forward=in_fp8, weights=("up", "down"))}

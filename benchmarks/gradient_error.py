@@ -2,8 +2,8 @@
 
     python -m benchmarks.gradient_error [--quick]
 
-All ranks are rows of one array, rounded and summed by the NumPy definition (`fp8_common._reference.gradients`), and
-compared with the float64 sum. "byte model" are gradients of one weight of a small language model after 60 steps, each
+All ranks are rows of one array, rounded and summed by the NumPy definition (`fp8_common._reference.gradient_messages`),
+and compared with the float64 sum. "byte model" are gradients of one weight of a small language model after 60 steps, each
 rank with a batch of its own.
 """
 
@@ -15,7 +15,7 @@ import torch
 from benchmarks._common import options, save, table
 from examples._report import load_corpus
 from examples.compare_fsdp import ByteModel, loss_of
-from fp8_common._reference.gradients import round_gradients, sum_rounded
+from fp8_common._reference.gradient_messages import round_gradients, sum_rounded
 
 ELEMENTS, RANKS, TRAINED = 4096, (2, 8, 64), 60
 KINDS = ("gaussian", "heavy-tailed", "sparse")

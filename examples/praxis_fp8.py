@@ -21,7 +21,7 @@ from praxis.layers import linears, pipeline
 from praxis.layers.injection import fp8_nvidia_gpu
 
 import fp8_jax_owg as owg
-from fp8_jax_owg.optax import bypass_owg
+from fp8_jax_owg.optimizers import bypass_owg
 
 SCALING = owg.DelayedScaling(amax_history_length=3)
 STAGES, ROUNDS, WIDTH = 2, 2, 4

@@ -13,7 +13,7 @@ COMPAT = {
     "fp8_jax_owg/state/cotangents.py": "JAX's extended dtypes",
     "fp8_torch_fsdp/_compat.py": "torch's collectives and DDP",
     "fp8_torch_fsdp/convert/expert_layouts.py": "the experts of Transformers",
-    "fp8_te_init/te.py": "TransformerEngine",
+    "fp8_te_init/transformer_engine.py": "TransformerEngine",
 }
 MODULE = {"_parameters", "_buffers", "_modules"}
 """Attributes of `nn.Module` that its documentation of subclassing takes for granted."""

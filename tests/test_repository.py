@@ -88,7 +88,7 @@ def test_importing_fp8_common_loads_no_framework():
 def test_packages_do_not_import_the_compiler():
     """`torch.compiler.disable` as a decorator does, a second of every start; torch imports it when it is needed."""
     code = "import sys, torch.distributed.fsdp, torch.distributed.tensor; before = 'torch._dynamo' in sys.modules"
-    lazy = ("fp8_common.torch_layers.sharding.replaced", "fp8_common.torch_layers.sharding.gradients")
+    lazy = ("fp8_common.torch_layers.sharding.replaced", "fp8_common.torch_layers.sharding.gradient_messages")
     for module in (*lazy, "fp8_torch_fsdp", "fp8_te_init"):
         code += f"; import {module}; assert before or 'torch._dynamo' not in sys.modules, '{module}'"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -111,7 +111,7 @@ def _launched(node: Any) -> Kernel:
     written, moved = {argument.get_name() for argument in node.mutable_args}, Counter()
     for argument in node.inputs:
         way, elements = "write" if argument.get_name() in written else "read", int(argument.get_numel())
-        if name != "clear_rows" or way == "read":  # writes rows of no group alone, as in `Recorder.launch`
+        if name != "fill_rows_with_zeros" or way == "read":  # writes rows of no group alone, as in `Recorder.launch`
             moved[way, elements] += elements * argument.get_dtype().itemsize
     return Kernel(f"fp8_common {name}", dict(moved))
 

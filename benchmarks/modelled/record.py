@@ -161,7 +161,9 @@ class Recorder(TorchDispatchMode):
         self.step.host_operators += 1
         reads = [x for name, x in tensors.items() if name not in plan.outputs or name in plan.updated]
         writes = [x for name, x in tensors.items() if name in plan.outputs]
-        if plan.name == "clear_rows":  # writes rows of no group alone, which there are none of in these models
+        if (
+            plan.name == "fill_rows_with_zeros"
+        ):  # writes rows of no group alone, which there are none of in these models
             reads, writes = [tensors["keep_ptr"]], []
         self.step.kernels.append(Kernel(f"fp8_common {plan.name}", traffic(reads, writes)))
 

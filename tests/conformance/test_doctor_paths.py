@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from fp8_common import RECIPES, Fp8Error
-from fp8_common.hardware import OWN_GROUPED, Device, product_path
+from fp8_common.hardware import OWN_GROUPED, Device, matmul_path
 from fp8_common.plugin import Machine
 
 CPU = Device(kind="cpu", name="c")
@@ -31,7 +31,7 @@ def test_every_recipe_has_a_row_and_rows_of_products_are_those_of_the_device(plu
     said = rows(plugin, DEVICES[device])
     assert {recipe.input.granularity for recipe in RECIPES.values()} <= said.keys()
     for name in ("tensorwise", "rowwise"):
-        assert said[name] == product_path(DEVICES[device], name)
+        assert said[name] == matmul_path(DEVICES[device], name)
     is_native = said["blockwise_1x128"].status == "native"
     assert is_native == (device == "sm_90" and plugin != "fp8_jax_owg")
     assert plugin != "fp8_jax_owg" or said["blockwise_1x128"].status == "unavailable"

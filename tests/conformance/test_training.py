@@ -13,7 +13,7 @@ import fp8_jax_owg as owg
 import fp8_torch_fsdp as f8
 from fp8_common import get_format
 from fp8_common.testing import assert_same_bits
-from fp8_jax_owg.state.live import MADE, make_live
+from fp8_jax_owg.state.in_loss import MADE, make_live
 from fp8_jax_owg.state.pairs import pair_of
 
 STEPS, ROWS, IN, OUT, WINDOW = 20, 24, 40, 32, 5

@@ -49,7 +49,7 @@ def test_reports_say_what_the_head_does(build, shared_with, heads):
 
 
 def wide_product(experts, name, rows, offsets):
-    """Return what `grouped_product` approximates."""
+    """Return what `expert_matmul` approximates."""
     weight = getattr(experts, name).plain
     weight = weight if experts.fp8_layout.transposed else weight.mT
     parts = torch.split(rows, offsets.diff(prepend=offsets.new_zeros(1)).tolist())
@@ -67,7 +67,7 @@ def test_the_forward_is_that_of_the_experts(monkeypatch, name):
         wanted = model(tokens).logits
         f8.convert_to_float8_training(model, module_filter_fn=["*.experts"])
         assert is_near(model(tokens).logits, wanted)
-        monkeypatch.setattr(f8.Float8Experts, "grouped_product", wide_product)
+        monkeypatch.setattr(f8.Float8Experts, "expert_matmul", wide_product)
         torch.testing.assert_close(model(tokens).logits, wanted, rtol=1e-4, atol=1e-5)
 
 

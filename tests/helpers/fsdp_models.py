@@ -68,7 +68,7 @@ class Experts(nn.Module):
         """Return rows sorted by expert after all stacks; `offsets` says where each expert's rows end."""
         for index, name in enumerate(self.names):
             x = F.gelu(x) if index else x
-            x = self.grouped_product(name, x, offsets)  # pyrefly: ignore[not-callable] of Float8Experts
+            x = self.expert_matmul(name, x, offsets)  # pyrefly: ignore[not-callable] of Float8Experts
         return x
 
     @property

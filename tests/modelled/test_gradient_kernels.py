@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.modelled.prices import GPUS, seconds
 from benchmarks.modelled.record import Step, recording
 from fp8_common import E4M3
-from fp8_common.torch_layers.sharding.gradients import pack_gradients, sum_gradients
+from fp8_common.torch_layers.sharding.gradient_messages import pack_gradients, sum_gradients
 
 RANKS, COLUMNS = 8, 4096 * 1024
 SENT = RANKS * (COLUMNS + 4 * COLUMNS // 128)

@@ -32,7 +32,7 @@ CASTS = {
     # seven weights and gradients, four inputs
     ("block", "tensorwise"): {"cast_transpose": 18},
     ("linear", "tensorwise_delayed"): {"cast_transpose": 3},
-    ("linear", "rowwise"): {"amax_both": 2, "scales": 2, "cast_both": 2, "rowwise_turned": 1},
+    ("linear", "rowwise"): {"amax_both": 2, "scales": 2, "cast_both": 2, "rowwise_transposed": 1},
     # activations and gradients are cast along rows and along columns, the weight in squares, each from one read
     ("linear", "blockwise"): {"block_both": 3},
 }
@@ -78,4 +78,4 @@ def test_compilers_launch_our_grouped_matmuls(tmp_path, recipe, full):
         "matmul_rows": 4,
         "matmul_over_rows": 2,
     }
-    assert not [name for name in found if "fp8_common" in name or name == "clear_rows"]
+    assert not [name for name in found if "fp8_common" in name or name == "fill_rows_with_zeros"]

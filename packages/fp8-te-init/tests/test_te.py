@@ -11,7 +11,7 @@ from torch import nn
 import fp8_te_init as fti
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_common.torch import quantize
-from fp8_te_init.te import BLOCKS, MX, TeWeight, fp8_of
+from fp8_te_init.transformer_engine import BLOCKS, MX, TeWeight, fp8_of
 from tests.helpers import te_double as te
 from tests.helpers.sharded_models import shard, train_on
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fp8_te_init as fti
-from fp8_te_init.te import NEEDED, PER_TENSOR, RECIPES, fp8_of
+from fp8_te_init.transformer_engine import NEEDED, PER_TENSOR, RECIPES, fp8_of
 
 te = pytest.importorskip(
     "transformer_engine.pytorch",

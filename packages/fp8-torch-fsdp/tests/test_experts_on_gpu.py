@@ -42,8 +42,8 @@ class Experts(nn.Module):
 
 
 def in_fp8(experts, x, offsets):
-    gate, value = experts.grouped_product("up", x, offsets).chunk(2, dim=-1)
-    return experts.grouped_product("down", F.silu(gate) * value, offsets)
+    gate, value = experts.expert_matmul("up", x, offsets).chunk(2, dim=-1)
+    return experts.expert_matmul("down", F.silu(gate) * value, offsets)
 
 
 def experts_on(device, recipe, width=128, hidden=64):

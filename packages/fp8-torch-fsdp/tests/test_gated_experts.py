@@ -36,9 +36,9 @@ class SiluMul(torch.autograd.Function):
 def one_by_one(activation):
     def forward(experts, x, offsets):
         *ups, down = experts.names
-        hidden = [experts.grouped_product(name, x, offsets) for name in ups]
+        hidden = [experts.expert_matmul(name, x, offsets) for name in ups]
         gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, -1)
-        return experts.grouped_product(down, activation(gate, up), offsets)
+        return experts.expert_matmul(down, activation(gate, up), offsets)
 
     return forward
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
-from fp8_common._reference.gradients import round_gradients, sum_rounded
+from fp8_common._reference.gradient_messages import round_gradients, sum_rounded
 from fp8_torch_fsdp.reduce_scatter import RandomState, reduce_rows
 from tests.helpers.fsdp_models import Block, converted, decoded, mesh_of, seeded, shard
 from tests.helpers.fsdp_training import batch, loss_of, sgd, train

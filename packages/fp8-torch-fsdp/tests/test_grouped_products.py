@@ -137,7 +137,7 @@ REFUSED = [
 def test_what_does_not_fit_is_refused(arguments, error, message):
     low = converted(stack(3, 16, 16))
     with pytest.raises(error, match=message):
-        (low.grouped_product if len(arguments) == 3 else low)(*arguments)
+        (low.expert_matmul if len(arguments) == 3 else low)(*arguments)
 
 
 def test_function_transforms_and_second_derivatives_are_refused():

@@ -79,6 +79,6 @@ def test_every_access_is_ordered(recipe, scenario):
 
 @pytest.mark.parametrize("scenario", ["a first gather after layers that compute", "the same, prefetched"])
 def test_without_its_order_the_first_gather_of_delayed_scales_races(scenario, monkeypatch):
-    monkeypatch.setattr(fsdp, "alone_on_device", lambda root: contextlib.nullcontext())
+    monkeypatch.setattr(fsdp, "exclusive_on_device", lambda root: contextlib.nullcontext())
     found = races("tensorwise_delayed", **SCENARIOS[scenario])
     assert any("compute" in sentence for sentence in found)

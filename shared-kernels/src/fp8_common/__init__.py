@@ -5,7 +5,7 @@ Importing this package loads neither torch nor jax nor triton.
 """
 
 from fp8_common._reference.activations import silu_mul, silu_mul_backward
-from fp8_common._reference.gradients import GradientCompression
+from fp8_common._reference.gradient_messages import GradientCompression
 from fp8_common._reference.quantize import (
     Quantized,
     dequantize,

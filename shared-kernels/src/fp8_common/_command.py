@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from fp8_common import __version__, advise
-from fp8_common._aligned import aligned
 from fp8_common._env import Backend, backend
 from fp8_common._machine import (
     Machine,
@@ -33,8 +32,9 @@ from fp8_common._machine import (
     load_status,
     status_rows,
 )
+from fp8_common._text_table import aligned
 from fp8_common.errors import Fp8Error
-from fp8_common.hardware import GATHER, Device, Path, cast_path, native_formats, product_path
+from fp8_common.hardware import GATHER, Device, Path, cast_path, matmul_path, native_formats
 from fp8_common.monitoring.watch import watch
 from fp8_common.plugin import PluginReport, discover
 from fp8_common.recipe import GRANULARITIES
@@ -188,7 +188,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def paths(machine: Machine, device: Device, choice: Backend) -> tuple[Path, ...]:
     """Return every FP8 path on one device of the machine."""
     cast = cast_path(device, backend=choice, triton=machine.versions.get("triton"))
-    return (cast, *(product_path(device, granularity) for granularity in GRANULARITIES), GATHER)
+    return (cast, *(matmul_path(device, granularity) for granularity in GRANULARITIES), GATHER)
 
 
 def doctor_facts(machine: Machine, plugins: Sequence[PluginReport], choice: Backend) -> dict[str, Any]:

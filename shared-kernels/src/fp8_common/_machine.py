@@ -25,7 +25,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from fp8_common.errors import Fp8Error
-from fp8_common.hardware import Device, Path, Status, cast_path, native_formats, product_path
+from fp8_common.hardware import Device, Path, Status, cast_path, matmul_path, native_formats
 from fp8_common.recipe import Granularity
 
 _log = logging.getLogger(__name__)
@@ -82,11 +82,11 @@ class Machine:
         """The device that work runs on: the first accelerator, else the CPU."""
         return self.devices[1] if len(self.devices) > 1 else self.devices[0]
 
-    def product_path(self, granularity: Granularity) -> Path:
+    def matmul_path(self, granularity: Granularity) -> Path:
         """Return how products of one granularity run on the accelerator."""
-        return product_path(self.accelerator, granularity)
+        return matmul_path(self.accelerator, granularity)
 
-    def own_path(self, name: str, status: Status, why: str) -> Path:
+    def plugin_path(self, name: str, status: Status, why: str) -> Path:
         """Return a path that only a plugin knows of, with its status and the reason; see `fp8_common.hardware.Path`."""
         return Path(name=name, status=status, why=why)
 
@@ -297,7 +297,7 @@ def gpu_table() -> list[tuple[str, ...]]:
         device = _gpu_device(gpu)
         cast = "kernels" if cast_path(device, backend="auto", triton="3.9").status == "native" else "operations"
         compiled = "compiled for" in entry_of(device)["status"]["casts"]
-        products = (product_path(device, each).status for each in ("tensorwise", "rowwise", "blockwise_1x128", "mx"))
+        products = (matmul_path(device, each).status for each in ("tensorwise", "rowwise", "blockwise_1x128", "mx"))
         casts = f"{cast}, compiled for" if compiled else cast
         rows.append((gpu["name"], gpu["target"], casts, *products, gpu["links"], gpu["ran"]))
     return rows

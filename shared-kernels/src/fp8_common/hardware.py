@@ -170,7 +170,7 @@ def grouped_path(device: Device) -> Path:
     return Path(name=name, status="native", why=f'{label}: {table}; GemmConfig(grouped="own") takes own kernels.')
 
 
-def product_path(device: Device, granularity: Granularity) -> Path:
+def matmul_path(device: Device, granularity: Granularity) -> Path:
     """Return how the device multiplies operands of one granularity."""
     formats, native = " and ".join(native_formats(device)), False
     if not formats:

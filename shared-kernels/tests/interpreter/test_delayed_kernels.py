@@ -7,7 +7,7 @@ import torch
 import fp8_common as f8
 from fp8_common.presets import te_delayed
 from fp8_common.testing import assert_same_bits
-from fp8_common.torch import kept
+from fp8_common.torch import planned_casts
 from tests.helpers import kernel_inputs
 from tests.helpers.kernel_inputs import calm, number, tensor
 
@@ -39,7 +39,7 @@ def flag(value):
 
 
 def cast(x, state, way, fmt, record=True):
-    made = kept.quantize_delayed(
+    made = planned_casts.quantize_delayed(
         tensor(x), state, f8.get_format(fmt), POLICY, record=record, both=way in ("both", "bytes")
     )
     assert made.scale.data_ptr() != state.scale.data_ptr(), "the scale changes with the next step"
@@ -105,4 +105,4 @@ def test_a_scale_that_depends_on_the_amax(fmt, way, fits, ready):
 def test_nothing_is_launched_for_empty_tensors():
     state = State(2.0, ready=True, late=None, observed=-1, known=True, must_fit=False)
     empty = tensor(np.zeros((0, 4), np.float32))
-    assert kept.quantize_delayed(empty, state, f8.E4M3, POLICY, record=True, both=True) is None
+    assert planned_casts.quantize_delayed(empty, state, f8.E4M3, POLICY, record=True, both=True) is None

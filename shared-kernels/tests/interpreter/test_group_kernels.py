@@ -8,7 +8,7 @@ import fp8_common as f8
 from fp8_common.presets import deepgemm
 from fp8_common.testing import assert_same_bits
 from fp8_common.torch import _triton, casts
-from fp8_common.torch_layers.linear import grouped_matmul, segments
+from fp8_common.torch_layers.linear import group_offsets, grouped_matmul
 from fp8_common.torch_layers.linear.grouped import RowGroups
 from tests.helpers import kernel_inputs
 from tests.helpers.kernel_inputs import DTYPES, FORMATS, SEED, calm, planted, tensor
@@ -28,12 +28,12 @@ def group_of_rows(name, rows):
 )
 def test_groups_of_rows_are_cast_with_scales_of_their_own(dtype, fmt, shape, name, columns):
     x, (ends, group) = planted(shape, dtype, fmt), group_of_rows(name, shape[0])
-    found = segments.segment_amax(tensor(x), tensor(group), len(ends), columns)
+    found = group_offsets.segment_amax(tensor(x), tensor(group), len(ends), columns)
     starts, axis = [0, *ends[:-1]], 0 if columns else None
     expected = np.stack([f8.amax(x[start:end], axis=axis) for start, end in zip(starts, ends, strict=True)])
     assert_same_bits(found, expected)
     scale, inside = f8.amax_to_scale(expected, fmt), x[: ends[-1]]  # other rows are not written
-    codes = segments.segment_quantize(tensor(x), tensor(group), tensor(scale), f8.get_format(fmt), None)
+    codes = group_offsets.segment_quantize(tensor(x), tensor(group), tensor(scale), f8.get_format(fmt), None)
     of_rows = scale[group[: ends[-1]]]
     expected = f8.quantize(inside, of_rows if columns else of_rows[:, None], fmt)
     assert_same_bits(codes[: ends[-1]], expected, fmt=fmt, source=inside)
@@ -57,7 +57,7 @@ def test_rows_are_turned_in_the_order_of_an_index(shape, p):
     q = rng.integers(0, 256, shape, dtype=np.uint8)
     source = rng.integers(-1, shape[0], p, dtype=np.int32)
     expected = np.where(source[:, None] >= 0, q[source], 0).T
-    assert_same_bits(segments.transposed_rows(tensor(q), tensor(source)), np.ascontiguousarray(expected))
+    assert_same_bits(group_offsets.transposed_rows(tensor(q), tensor(source)), np.ascontiguousarray(expected))
 
 
 @pytest.mark.matrix(dtype=list(DTYPES), shape=[(300, 517), (7, 3, 5), (4, 1, 1024)])
@@ -65,7 +65,7 @@ def test_rows_that_are_not_kept_become_zero(dtype, shape):
     y, keep = planted(shape, dtype, "e4m3"), np.random.default_rng(SEED).random(shape[0]) < 0.5
     expected = y.copy()
     expected[~keep] = 0
-    cleared = segments.zero_rows(tensor(y), tensor(keep))
+    cleared = group_offsets.zero_rows(tensor(y), tensor(keep))
     assert_same_bits(cleared, expected)
 
 
@@ -99,7 +99,7 @@ def test_columns_of_groups_are_cast_and_turned_in_one_launch(ends, dtype, fmt, i
     assert not grouped_matmul.is_turned(wanted)
     assert_same_bits(made.scale_inv.mT, wanted.scale_inv)
     last = int(groups.padded[1][-1])
-    turned = segments.transposed_rows(wanted.codes, groups.source)
+    turned = group_offsets.transposed_rows(wanted.codes, groups.source)
     assert_same_bits(made.codes[:, :last], turned[:, :last], fmt=fmt)
     # where they are multiplied group after group, they are rows again
     assert_same_bits(

@@ -105,7 +105,7 @@ def test_rows_of_each_group_are_multiplied_with_each_other(launched, ends, size,
     groups = RowGroups(torch.tensor(ends, device=DEVICE), rows)
     found = groups.matmul_over_rows(*operands, OWN._replace(use_fast_accum=fast))
     assert launched.count("matmul_over_rows") == 1
-    assert "clear_rows" not in launched
+    assert "fill_rows_with_zeros" not in launched
     wanted = torch.zeros(count, n, k, device=DEVICE)
     for group, (start, end) in enumerate(itertools.pairwise([0, *ends])):
         if start < end:

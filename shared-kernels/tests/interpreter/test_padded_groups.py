@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8_common.torch_layers.linear import matmul, segments
+from fp8_common.torch_layers.linear import matmul
 from fp8_common.torch_layers.linear.grouped import RowGroups
 from fp8_common.torch_layers.linear.matmul import row_major
 
@@ -16,7 +16,7 @@ def test_padded_groups_are_transposed_as_by_the_reference(ends, monkeypatch):
     for choice in ("triton", "reference"):
         monkeypatch.setenv("FP8_COMMON_BACKEND", choice)
         groups = RowGroups(torch.tensor(ends), 48)
-        found.append(segments.transposed_rows(codes.view(torch.float8_e4m3fn), groups.source).view(torch.uint8))
+        found.append(group_offsets.transposed_rows(codes.view(torch.float8_e4m3fn), groups.source).view(torch.uint8))
         assert (groups.padded[1] % 16 == 0).all()
     assert torch.equal(*found)
     starts = groups.padded[0].tolist()
@@ -30,7 +30,7 @@ def test_codes_that_lie_by_columns_are_copied_by_the_kernel(shape, monkeypatch):
     codes = torch.from_numpy(np.random.default_rng(0).integers(0, 127, shape, dtype=np.uint8))
     codes, launched = codes.view(torch.float8_e4m3fn), []
     by_columns = codes.t().contiguous().t()
-    real = segments.transposed_rows
+    real = group_offsets.transposed_rows
     monkeypatch.setattr(matmul, "transposed_rows", lambda *given: launched.append(1) or real(*given))
     rows = row_major(by_columns)
     assert rows.is_contiguous()

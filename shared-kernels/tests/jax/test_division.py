@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from fp8_common.formats import FORMATS
-from fp8_common.jax import arrays
-from fp8_common.jax.arrays import divide_nearest, nearest_quotient
+from fp8_common.jax import numerics
+from fp8_common.jax.numerics import divide_nearest, nearest_quotient
 
-SIGNIFICANDS = np.arange(2**23, dtype=np.int32) | np.int32(arrays.ONE_BITS)
+SIGNIFICANDS = np.arange(2**23, dtype=np.int32) | np.int32(numerics.ONE_BITS)
 """The bits of every float32 in [1, 2)."""
 
 
@@ -42,15 +42,15 @@ def test_other_devices_divide_as_cpus_do(monkeypatch):
     with np.errstate(over="ignore", under="ignore"):
         expected = above / below
     expected = np.where(expected < np.finfo(np.float32).tiny, np.float32(0), expected)
-    exact = np.asarray(jax.jit(arrays._mended)(above, below))
+    exact = np.asarray(jax.jit(numerics._mended)(above, below))
     np.testing.assert_array_equal(exact, expected)
-    monkeypatch.setattr(arrays.lax, "div", gpu_quotient)
-    mended = np.asarray(jax.jit(lambda *pair: arrays._mended(*pair))(above, below))
+    monkeypatch.setattr(numerics.lax, "div", gpu_quotient)
+    mended = np.asarray(jax.jit(lambda *pair: numerics._mended(*pair))(above, below))
     np.testing.assert_array_equal(mended, expected)
     assert (np.asarray(gpu_quotient(jnp.asarray(above), jnp.asarray(below))) != expected).mean() > 0.5
 
 
-@pytest.mark.parametrize("function", [divide_nearest, arrays._mended])
+@pytest.mark.parametrize("function", [divide_nearest, numerics._mended])
 def test_what_is_no_normal_number_divides_as_ieee_says(function):
     nan, infinity = np.float32(np.nan), np.float32(np.inf)
     above = np.float32([0, 0, 1, 1, infinity, infinity, nan, 1])

@@ -4,7 +4,7 @@ import pytest
 
 from fp8_common import Fp8Error
 from fp8_common import _env as env
-from fp8_common.hardware import Device, cast_path, native_formats, product_path
+from fp8_common.hardware import Device, cast_path, matmul_path, native_formats
 from fp8_common.recipe import GRANULARITIES
 
 CPU = Device(kind="cpu", name="a processor")
@@ -39,7 +39,7 @@ NATIVE = [
 def test_what_each_device_multiplies_natively(label, device, formats, granularities):
     assert device.label == label
     assert native_formats(device) == formats
-    paths = [product_path(device, granularity) for granularity in GRANULARITIES]
+    paths = [matmul_path(device, granularity) for granularity in GRANULARITIES]
     assert [path.name for path in paths] == list(GRANULARITIES)
     for path in paths:
         assert path.status == ("native" if path.name in granularities else "emulated")
@@ -61,7 +61,7 @@ def test_unknown_capabilities_promise_nothing(kind):
     ],
 )
 def test_products_with_scales_of_blocks_need_their_cublas(device, native, why):
-    path = product_path(device, "blockwise_1x128")
+    path = matmul_path(device, "blockwise_1x128")
     assert (path.status == "native") is native
     assert why in path.why
 

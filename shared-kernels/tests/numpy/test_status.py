@@ -4,7 +4,7 @@ import pytest
 
 from fp8_common import RECIPES, Fp8Error
 from fp8_common import _machine as status
-from fp8_common.hardware import Device, product_path
+from fp8_common.hardware import Device, matmul_path
 
 FILE = status.load_status()
 DEVICES = {
@@ -36,7 +36,7 @@ def test_every_recipe_has_a_cell_of_known_words_that_agree(key):
         assert not {"never run", "measured"} <= set(words), "one excludes the other"
         assert "never run" in words or not {"compiled for", "modelled"} & set(words), f"nothing ran: {name}"
     for recipe in RECIPES.keys() - {"mxfp8"}:  # emulated everywhere: layers do not call the product that a device has
-        path = product_path(DEVICES[key], GRANULARITIES.get(recipe, "tensorwise"))
+        path = matmul_path(DEVICES[key], GRANULARITIES.get(recipe, "tensorwise"))
         assert ("emulated" in cells[recipe]) == (path.status == "emulated"), recipe
 
 

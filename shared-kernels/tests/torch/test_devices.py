@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8_common._machine import parse_version
-from fp8_common.hardware import Device, product_path
+from fp8_common.hardware import Device, matmul_path
 from fp8_common.torch import _triton
 from fp8_common.torch_layers.linear import grouped_matmul, matmul
 from fp8_common.torch_layers.linear.config import LinearConfig
@@ -41,7 +41,7 @@ def test_what_a_gpu_has(monkeypatch, capability, cuda, hip, fp8, groups, blocks,
         assert matmul.multiplies_scaled_blocks(gpu, scales_of == "mx") is native
         if hip is None:
             device = Device(kind="nvidia", name="GPU", capability=capability, cuda=parse_version(cuda))
-            assert (product_path(device, scales_of).status == "native") is native, "fp8 doctor says what is done"
+            assert (matmul_path(device, scales_of).status == "native") is native, "fp8 doctor says what is done"
     assert fused is None or _triton.rounds_once("cuda", 0) is fused
 
 

@@ -13,12 +13,12 @@ from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear import grouped_matmul, segments
 from fp8_common.torch_layers.linear.config import GemmConfig, LinearConfig
 from fp8_common.torch_layers.linear.function import LinearSpec, fp8_linear
+from fp8_common.torch_layers.linear.group_offsets import GroupOffsets, zero_rows
 from fp8_common.torch_layers.linear.grouped import RowGroups
 from fp8_common.torch_layers.linear.grouped_matmul import path_of
 from fp8_common.torch_layers.linear.matmul import MatmulOptions
 from fp8_common.torch_layers.linear.plan import decide
 from fp8_common.torch_layers.linear.row_codes import pack_rows, unpack_rows
-from fp8_common.torch_layers.linear.segments import Groups, zero_rows
 from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
 
 SIZES = {"uneven": [5, 0, 17, 40], "aligned": [16, 32, 0, 16], "one": [0, 0, 0, 7], "empty": [0, 0, 0, 0]}
@@ -167,7 +167,7 @@ def wide_loop(recipe, sizes):
     grad = torch.randn(len(x), ROWS, generator=generator).bfloat16()
     y, grad_x, grad_weight = torch.zeros_like(grad), torch.zeros_like(x), torch.zeros_like(weight)
     scaled = stack(recipe).weight(weight, False, False)
-    own = scaled.scale_inv[:, None, None] if scaled.scale_inv.ndim == 1 else scaled.wide_scale_inv
+    own = scaled.scale_inv[:, None, None] if scaled.scale_inv.ndim == 1 else scaled.expanded_scale_inv
     values = (scaled.codes.float() * own).bfloat16()
     end = 0
     for group, size in enumerate(sizes):
@@ -299,7 +299,7 @@ def test_where_only_the_device_knows_that_offsets_do_not_fit_results_are_nan(off
 @pytest.mark.parametrize("ends", [[64, 32, 128, 128], [64, 96, 256, 512], [-7, 3, 3, 128], [999, 0, 0, 0]])
 def test_the_device_is_never_asked_for_offsets_that_do_not_fit(monkeypatch, on_the_device, recipe, ends, how):
     """All three products, as where the host does not know the offsets; what they give is NaN."""
-    monkeypatch.setattr(Groups, "known_on_host", property(lambda groups: False))
+    monkeypatch.setattr(GroupOffsets, "known_on_host", property(lambda groups: False))
     monkeypatch.setattr(segments, "check_offsets", lambda offsets, rows: None)
     monkeypatch.setattr(grouped_matmul, "device_multiplies", lambda device: how)
     generator = torch.Generator().manual_seed(0)

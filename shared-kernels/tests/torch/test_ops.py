@@ -17,7 +17,7 @@ from fp8_common.presets import te_delayed
 from fp8_common.testing import assert_same_bits
 from fp8_common.torch import casts, decoding, delayed
 from fp8_common.torch._operators import NAMESPACE, policy_key, policy_of_key
-from fp8_common.torch_layers.linear.segments import Groups
+from fp8_common.torch_layers.linear.group_offsets import GroupOffsets
 
 
 def parts_of(made):
@@ -32,7 +32,7 @@ BITS = torch.arange(160, dtype=torch.int32).reshape(4, 40)
 # two groups of two rows, each with a weight of its own
 GROUPS = torch.tensor([2, 4], dtype=torch.int32)
 WEIGHTS = f8t.quantize(torch.linspace(-2, 2, 2 * 8 * 40).reshape(2, 8, 40), ONE, "e4m3").view(torch.uint8)
-H, OF_GROUPS = X.bfloat16(), Groups(GROUPS, 4)
+H, OF_GROUPS = X.bfloat16(), GroupOffsets(GROUPS, 4)
 PADDED = torch.tensor([16, 32], dtype=torch.int32)
 PLACES = OF_GROUPS.of_row, OF_GROUPS.source, OF_GROUPS.of_place, OF_GROUPS.padded[1]
 EMULATED = [True, False, False, False]
@@ -53,8 +53,8 @@ OPERATORS = {
     "quantize_transposed": (X, X.abs().max(), "e4m3", POLICY),
     "rows_and_columns": (X, None, "e4m3", POLICY),
     "rows_and_columns_of_folded_rows": (X, torch.linspace(0.5, 2, 40), "e4m3", POLICY),
-    "turned_rows": (X, "e4m3", POLICY),
-    "turned_rows_of_stacks": (X.reshape(2, 4, 20), "e4m3", POLICY),
+    "rows_with_transpose": (X, "e4m3", POLICY),
+    "rows_with_transpose_of_stacks": (X.reshape(2, 4, 20), "e4m3", POLICY),
     "blocks_both": (X, "e4m3", POLICY, False),
     "blocks_both_of_squares": (X, "e4m3", POLICY, True),
     "quantize_mx": (X, "e4m3", "rceil"),
@@ -72,7 +72,7 @@ OPERATORS = {
     "gated_back_over_both": (H, None, H[:, :20], torch.ones(2, 40), None, *PLACES, "e4m3", POLICY),
     "multiply_rows": (CODES, WEIGHTS, torch.ones(4, 1), torch.ones(2, 8), GROUPS, "e4m3", "e4m3", True),
     "multiply_over_rows": (CODES, CODES[:2], torch.ones(2, 4), torch.ones(2, 2), PADDED, "e4m3", "e4m3", True),
-    "clear_rows": (torch.ones(4, 3, 2), torch.tensor([True, False, True, False])),
+    "fill_rows_with_zeros": (torch.ones(4, 3, 2), torch.tensor([True, False, True, False])),
     "cast_transposed": (X, ONE, "e4m3"),
     "copied_by_rows": (CODES.t(),),
     "transposed_rows": (CODES, torch.tensor([2, -1, 0], dtype=torch.int32)),

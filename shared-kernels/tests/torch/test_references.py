@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import fp8_common as f8
-from fp8_common._reference.gradients import MessageRows
-from fp8_common.torch_layers.sharding import gradients
-from fp8_common.torch_layers.sharding.gradients import pack_gradients, sum_gradients
+from fp8_common._reference.gradient_messages import MessageRows
+from fp8_common.torch_layers.sharding import gradient_messages
+from fp8_common.torch_layers.sharding.gradient_messages import pack_gradients, sum_gradients
 from tests.helpers.kernel_inputs import kernel_tests
 
 globals().update(kernel_tests("test_gradient_kernels.py"))
@@ -16,7 +16,7 @@ globals().update(kernel_tests("test_group_kernels.py", "test_columns_of_groups_a
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(gradients, "PIECE", 256)
+    monkeypatch.setattr(gradient_messages, "PIECE", 256)
 
 
 @pytest.mark.parametrize(("length", "wide"), [(300, 0), (0, 300)])

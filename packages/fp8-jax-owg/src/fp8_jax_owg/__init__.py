@@ -7,16 +7,16 @@ autodiff adds these up; here they are combined by MAX: in scans, under vmap, ove
 from fp8_common.plugin import check_version
 from fp8_jax_owg.all_gather import fp8_all_gather
 from fp8_jax_owg.checks import assert_fp8_collectives, assert_fp8_dots, find_collectives, find_dots
+from fp8_jax_owg.differentiate import grad, share_state, value_and_grad
 from fp8_jax_owg.dots.casts import in_q, in_qdq, out_dq, out_qdq
 from fp8_jax_owg.dots.conv import fp8_conv_general_dilated
 from fp8_jax_owg.dots.dot import fp8_dot_general, fp8_einsum
 from fp8_jax_owg.dots.operands import Fp8Param
 from fp8_jax_owg.dots.ragged import fp8_ragged_dot
-from fp8_jax_owg.gradients import grad, share_state, value_and_grad
 from fp8_jax_owg.reports import report
 from fp8_jax_owg.scaling import CurrentScaling, DelayedScaling
 from fp8_jax_owg.state.cotangents import encode, fm32, fp32_max_grad
-from fp8_jax_owg.state.live import UnsharedStateWarning
+from fp8_jax_owg.state.in_loss import UnsharedStateWarning
 from fp8_jax_owg.state.pairs import (
     Overwrite,
     init_meta,

@@ -14,8 +14,8 @@ from fp8_common.jax.certify import descend, subject
 from fp8_common.presets import flax
 from fp8_common.recipe import CastRecipe
 from fp8_common.testing.certify import Certificate, Property, Subject, ask, cast_of, casts_of, example
+from fp8_jax_owg.differentiate import value_and_grad
 from fp8_jax_owg.dots.dot import fp8_dot_general
-from fp8_jax_owg.gradients import value_and_grad
 from fp8_jax_owg.scaling import as_scaling
 from fp8_jax_owg.state.pairs import COLLECTION, init_meta
 from fp8_jax_owg.step import accumulate, next_state

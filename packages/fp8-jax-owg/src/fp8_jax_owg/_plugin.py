@@ -5,12 +5,12 @@ from fp8_common.plugin import Machine, PluginInfo
 
 def describe(machine: Machine) -> PluginInfo:
     """Tell what this plugin will do on `machine` and why."""
-    blocks = machine.own_path("blockwise_1x128", "unavailable", "Recipes of JAX layers are tensorwise or rowwise.")
-    mx = machine.own_path("mx", "unavailable", blocks.why)
+    blocks = machine.plugin_path("blockwise_1x128", "unavailable", "Recipes of JAX layers are tensorwise or rowwise.")
+    mx = machine.plugin_path("mx", "unavailable", blocks.why)
     return PluginInfo(
         name="fp8-jax-owg",
         version="0.1.0",
         summary="FP8 for JAX and Flax: delayed scaling whose state accumulates by MAX in scans and pipelines.",
-        paths=(machine.product_path("tensorwise"), machine.product_path("rowwise"), blocks, mx),
+        paths=(machine.matmul_path("tensorwise"), machine.matmul_path("rowwise"), blocks, mx),
         certify="fp8_jax_owg._certify:certificates",
     )

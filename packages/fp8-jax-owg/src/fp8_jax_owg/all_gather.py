@@ -16,13 +16,13 @@ from jax.typing import ArrayLike
 
 from fp8_common import Fp8Error
 from fp8_common.jax import amax
-from fp8_common.jax.arrays import as_native, float_key, from_bits
 from fp8_common.jax.casts import cast
-from fp8_jax_owg.dots.operands import Fp8Param, as_codes, as_operand, current_scales, refuse_explicit_axes
-from fp8_jax_owg.dots.product import match_state
+from fp8_common.jax.numerics import as_native, float_key, from_bits
+from fp8_jax_owg.dots.bilinear import match_state
+from fp8_jax_owg.dots.operands import Fp8Param, as_operand, current_scales, refuse_explicit_axes, to_uint8_codes
 from fp8_jax_owg.scaling import Scaling, ScalingChoice
 from fp8_jax_owg.state.cotangents import first_order_only
-from fp8_jax_owg.state.live import observation, scales_of
+from fp8_jax_owg.state.in_loss import observation, scales_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +130,7 @@ def _gather_fwd(how: _Gather, x: jax.Array, live: jax.Array | None) -> tuple[Fp8
     else:
         into, back = scales_of({"kernel": live}, how.scaling)["kernel"]
         seen = observation(greatest, back, live)
-    data = as_native(how.all_gather(as_codes(cast(x, into, fmt))), fmt)
+    data = as_native(how.all_gather(to_uint8_codes(cast(x, into, fmt))), fmt)
     # The third is there for its shape and dtype, which its cotangent must have; nothing reads it, so XLA leaves it out.
     return Fp8Param(data, back, data.astype(x.dtype)), seen
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8_common import Fp8Error
-from fp8_common.jax.arrays import varying_axes
+from fp8_common.jax.numerics import varying_axes
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.live import next_pair
+from fp8_jax_owg.state.in_loss import next_pair
 from fp8_jax_owg.state.pairs import find_pairs, map_leaves, owg_flags, split, take
 
 
@@ -38,7 +38,7 @@ def accumulate(accumulator: Any, gradients: Any) -> Any:
         accumulator: From `init_accumulator` or `accumulate`.
         gradients: From `value_and_grad`, all for the same state; the history then rolls once for all of them.
     """
-    return map_leaves(jnp.add, cotangents.meet, accumulator, gradients)
+    return map_leaves(jnp.add, cotangents.combine_max, accumulator, gradients)
 
 
 def pmean(gradients: Any, axis_name: str | tuple[str, ...]) -> Any:
@@ -113,7 +113,7 @@ def apply_updates(variables: Any, updates: Any) -> Any:
 
     Args:
         variables: Parameters and state.
-        updates: From an optimizer wrapped in `fp8_jax_owg.optax.bypass_owg`, or gradients.
+        updates: From an optimizer wrapped in `fp8_jax_owg.optimizers.bypass_owg`, or gradients.
     """
     # that of parameters is the rule of `optax.apply_updates`: the sum in the wider dtype, kept in that of the parameter
     add = lambda parameter, update: (parameter + update).astype(parameter.dtype)  # noqa: E731

@@ -1,16 +1,16 @@
 """What `fp8 doctor` says about this plugin."""
 
-from fp8_common.hardware import GATHER, product_path
+from fp8_common.hardware import GATHER, matmul_path
 from fp8_common.plugin import Machine, PluginInfo
 
 
 def describe(machine: Machine) -> PluginInfo:
     """Tell what this plugin will do on `machine` and why."""
     granularities = ("tensorwise", "rowwise", "blockwise_1x128")
-    mx = machine.own_path("mx", "unavailable", "Weights of nn.Linear have no MX scales; TransformerEngine's may.")
+    mx = machine.plugin_path("mx", "unavailable", "Weights of nn.Linear have no MX scales; TransformerEngine's may.")
     return PluginInfo(
         name="fp8-te-init",
         version="0.1.0",
         summary="FP8 primary weights whose FP32 masters start from the values before rounding.",
-        paths=(*(product_path(machine.accelerator, granularity) for granularity in granularities), mx, GATHER),
+        paths=(*(matmul_path(machine.accelerator, granularity) for granularity in granularities), mx, GATHER),
     )

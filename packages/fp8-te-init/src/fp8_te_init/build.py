@@ -21,8 +21,8 @@ from fp8_common.torch import INPUT_DTYPES
 from fp8_common.torch_layers.linear.config import LinearConfig
 from fp8_common.torch_layers.sharding.replaced import mark_replaced
 from fp8_te_init.linear import REGISTERED, PrimaryFloat8Linear, new_weight
-from fp8_te_init.te import te_context
-from fp8_te_init.te_modules import begin, is_of_te, on_parameter
+from fp8_te_init.transformer_engine import te_context
+from fp8_te_init.transformer_engine_modules import begin, is_of_te, on_parameter
 from fp8_te_init.weight.checkpoint import show_scales
 from fp8_te_init.weight.state import Release
 from fp8_te_init.weight.tensor import primary_of

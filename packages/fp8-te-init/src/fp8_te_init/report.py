@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fp8_common.torch.compat import CHECKPOINT_PREFIX, distributed_like, local_of
 from fp8_te_init.masters.optimizer import MASTER, MasterOptimizer
 from fp8_te_init.masters.seed import fp8_weights
-from fp8_te_init.te_modules import lost_weights
+from fp8_te_init.transformer_engine_modules import lost_weights
 from fp8_te_init.weight.checkpoint import is_scale
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from fp8_common import GradientCompression, Recipe
 from fp8_common.plugin import check_version
 from fp8_common.torch_layers.linear.config import GemmConfig
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight
-from fp8_torch_fsdp.all_gather.collective import GatheredMatrix
+from fp8_torch_fsdp.all_gather.mx_all_gather import MatrixGatherStats
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
+from fp8_torch_fsdp.compress import CompressedCommunication, compress_communication
 from fp8_torch_fsdp.config import CastConfig, DelayedScalingConfig, Float8LinearConfig
-from fp8_torch_fsdp.convert.communication import CompressedCommunication, compress_communication
 from fp8_torch_fsdp.convert.expert_layouts import ExpertLayout
 from fp8_torch_fsdp.convert.model import convert_to_float8_training, unconvert
 from fp8_torch_fsdp.convert.report import float8_report
@@ -22,7 +22,7 @@ from fp8_torch_fsdp.expert_parallel.dispatch import DispatchedTokens, dispatch_t
 from fp8_torch_fsdp.layers.experts import Float8Experts
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.monitor import Float8Monitor
-from fp8_torch_fsdp.scales.state import DelayedState
+from fp8_torch_fsdp.scales.checkpoint import DelayedState
 from fp8_torch_fsdp.scales.sync import synchronize_scales
 from fp8_torch_fsdp.scales.unchanged import weights_unchanged
 from fp8_torch_fsdp.step_log import Float8Log
@@ -50,10 +50,10 @@ __all__ = [
     "Float8Log",
     "Float8Monitor",
     "Float8RowwiseParallel",
-    "GatheredMatrix",
     "GatheredWeight",
     "GemmConfig",
     "GradientCompression",
+    "MatrixGatherStats",
     "PrepareFloat8ModuleInput",
     "Recipe",
     "ShardedFloat8Weight",

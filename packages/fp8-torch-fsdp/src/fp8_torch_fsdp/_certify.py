@@ -14,7 +14,7 @@ from fp8_common.presets import torchao
 from fp8_common.testing.certify import Certificate, Property, ask, casts_of, example
 from fp8_common.torch.certify import RATE, ranks, subject, train
 from fp8_torch_fsdp.convert.model import convert_to_float8_training
-from fp8_torch_fsdp.scales.state import DelayedState
+from fp8_torch_fsdp.scales.checkpoint import DelayedState
 from fp8_torch_fsdp.scales.sync import synchronize_scales
 
 INPUTS, WEIGHTS = example()

@@ -1,6 +1,6 @@
 """What `fp8 doctor` says about this plugin."""
 
-from fp8_common.hardware import GATHER, grouped_path, product_path
+from fp8_common.hardware import GATHER, grouped_path, matmul_path
 from fp8_common.plugin import Machine, PluginInfo
 
 GRANULARITIES = ("tensorwise", "rowwise", "blockwise_1x128")
@@ -9,8 +9,8 @@ GRANULARITIES = ("tensorwise", "rowwise", "blockwise_1x128")
 
 def describe(machine: Machine) -> PluginInfo:
     """Tell what this plugin will do on `machine` and why."""
-    mx = machine.own_path("mx", "emulated", "MX codes are decoded and multiplied, on every device.")
-    products = (product_path(machine.accelerator, granularity) for granularity in GRANULARITIES)
+    mx = machine.plugin_path("mx", "emulated", "MX codes are decoded and multiplied, on every device.")
+    products = (matmul_path(machine.accelerator, granularity) for granularity in GRANULARITIES)
     return PluginInfo(
         name="fp8-torch-fsdp",
         version="0.1.0",

@@ -145,7 +145,7 @@ def _measure(x: torch.Tensor, operand: Quantized) -> Statistics:
     """Return amax, scale and counts of `x`, which was cast to `operand`."""
     finite = torch.isfinite(x)
     # the largest magnitude that this scale brings into the range of the format
-    limit = operand.fmt.max * operand.wide_scale_inv
+    limit = operand.fmt.max * operand.expanded_scale_inv
     became = decoding.values(operand.codes, operand.fmt)
     scale_inv = operand.scale_inv.max() if operand.scale_inv.numel() else operand.scale_inv.new_ones(())
     return {

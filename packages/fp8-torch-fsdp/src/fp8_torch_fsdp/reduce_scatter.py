@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8_common import Fp8Error, Fp8UnsupportedError, GradientCompression
 from fp8_common.torch_layers.sharding.fsdp import Shard
-from fp8_common.torch_layers.sharding.gradients import BLOCK, pack_gradients, sum_gradients
+from fp8_common.torch_layers.sharding.gradient_messages import BLOCK, pack_gradients, sum_gradients
 
 
 class RandomState:

@@ -43,10 +43,10 @@ def one_rank():
 # Kernels of one forward and backward of a layer without FSDP, and of the update before the forward: input, weight,
 # gradient. The backward takes the weight's codes of the forward. Of experts those of groups and rows are counted.
 GROUPS = ("group_amax", "group_cast")
-COUNTED = (*GROUPS, "rowwise", "rowwise_turned", "group_columns", "dequantize")
+COUNTED = (*GROUPS, "rowwise", "rowwise_transposed", "group_columns", "dequantize")
 CODES = [
     "rowwise",
-    "rowwise_turned",
+    "rowwise_transposed",
     "rowwise",
     "dequantize",
     "dequantize",
@@ -57,11 +57,11 @@ CODES = [
 LAUNCHES = [
     (dense, "tensorwise", ["amax", "cast_transpose"] * 3),
     (dense, "tensorwise_delayed", ["delayed_update", *["cast_transpose"] * 3]),
-    (dense, "rowwise", ["amax_both", "scales", "cast_both", "rowwise_turned", "amax_both", "scales", "cast_both"]),
-    (dense, "rowwise_with_gw_hp", ["rowwise", "rowwise_turned", "rowwise"]),
+    (dense, "rowwise", ["amax_both", "scales", "cast_both", "rowwise_transposed", "amax_both", "scales", "cast_both"]),
+    (dense, "rowwise_with_gw_hp", ["rowwise", "rowwise_transposed", "rowwise"]),
     (dense, "blockwise", ["block_both"] * 3),
     (experts, "tensorwise", [*GROUPS, "rowwise", *GROUPS]),
-    (experts, "rowwise", ["rowwise", "rowwise_turned", "group_columns", "group_columns", "rowwise"]),
+    (experts, "rowwise", ["rowwise", "rowwise_transposed", "group_columns", "group_columns", "rowwise"]),
     (dispatched, "rowwise", CODES),
 ]
 

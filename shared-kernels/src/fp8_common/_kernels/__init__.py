@@ -16,10 +16,10 @@ from fp8_common._kernels.blocks import block_both, blockwise, mx
 from fp8_common._kernels.decoding import dequantize, dequantize_mx
 from fp8_common._kernels.foreach import foreach_amax, foreach_cast, foreach_chunks
 from fp8_common._kernels.gated import gated_back_amax, gated_back_cast, gated_rows
-from fp8_common._kernels.gradients import pack_gradients, sum_gradients
-from fp8_common._kernels.groups import clear_rows, group_amax, group_cast, group_columns, turn_rows
+from fp8_common._kernels.gradient_messages import pack_gradients, sum_gradients
+from fp8_common._kernels.groups import fill_rows_with_zeros, group_amax, group_cast, group_columns, transpose_rows
 from fp8_common._kernels.launch import Compiled, Launch, Out, compile_launch, interpreting, run, scale_rule
 from fp8_common._kernels.matmuls import matmul_over_rows, matmul_rows
-from fp8_common._kernels.rows import amax_both, cast_both, rowwise, rowwise_turned
+from fp8_common._kernels.rows import amax_both, cast_both, rowwise, rowwise_transposed
 from fp8_common._kernels.scales import delayed_update, scales_of_amax
 from fp8_common._kernels.tensor import Delayed, amax, cast, cast_transpose

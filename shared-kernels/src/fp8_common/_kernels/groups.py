@@ -150,7 +150,7 @@ def group_columns_kernel(
 
 
 @triton.jit(do_not_specialize=["P", "N"])
-def turn_rows_kernel(
+def transpose_rows_kernel(
     q_ptr,
     source_ptr,
     t_ptr,
@@ -176,7 +176,7 @@ def turn_rows_kernel(
 
 
 @triton.jit(do_not_specialize=["M", "N"])
-def clear_rows_kernel(
+def fill_rows_with_zeros_kernel(
     y_ptr,
     keep_ptr,
     M: tl.int32,
@@ -256,7 +256,7 @@ def group_columns(
 
 
 @plan
-def turn_rows(p: int, n: int, *, index: bool = True) -> Launch:
+def transpose_rows(p: int, n: int, *, index: bool = True) -> Launch:
     """Plan the bytes [n, p], p a multiple of 16, of rows of n bytes that an int32 index [p] names; of all without it.
 
     Raises:
@@ -266,7 +266,7 @@ def turn_rows(p: int, n: int, *, index: bool = True) -> Launch:
         raise Fp8Error(f"Rows are transposed in multiples of {PADDED}, got {p}. Use the reference.")
     sizes = matrix_sizes(p, n)
     return Launch(
-        kernel=turn_rows_kernel,
+        kernel=transpose_rows_kernel,
         grid=tile_count(p, 128) * tile_count(n, 64),
         inputs={"q_ptr": "uint8", "source_ptr": "int32" if index else None},
         outputs={"t_ptr": Out((n, p), "uint8")},
@@ -277,14 +277,14 @@ def turn_rows(p: int, n: int, *, index: bool = True) -> Launch:
 
 
 @plan
-def clear_rows(m: int, n: int, dtype: str) -> Launch:
+def fill_rows_with_zeros(m: int, n: int, dtype: str) -> Launch:
     """Plan zeros in the rows of y [m, n] that bytes [m] of 0 name."""
     bm, bn = 16, 1024
     tiles = tile_count(m, bm)
     # programs for some 1000 processors: rows are many and short, or few and long
     parts = max(1, min(tile_count(n, bn), 1024 // max(tiles, 1)))
     return Launch(
-        kernel=clear_rows_kernel,
+        kernel=fill_rows_with_zeros_kernel,
         grid=tiles * parts if n else 0,
         inputs={"keep_ptr": "uint8"},
         outputs={"y_ptr": Out((m, n), input_dtype(dtype))},

@@ -214,7 +214,7 @@ def scale_of_rows(key, DTYPE: tl.constexpr, scale_inv_ptr, r, inside, FMAX: tl.c
 
 
 @triton.jit(do_not_specialize=["M", "N"])
-def rowwise_turned_kernel(
+def rowwise_transposed_kernel(
     x_ptr,
     y_ptr,
     yt_ptr,
@@ -350,7 +350,7 @@ def cast_both(m: int, n: int, dtype: str, fmt: str | Format, *, fold: bool = Fal
 
 
 @plan
-def rowwise_turned(
+def rowwise_transposed(
     m: int, n: int, dtype: str, fmt: str | Format, policy: ScalePolicy = CANONICAL, count: int = 1
 ) -> Launch:
     """Plan one scale per row of `count` matrices [m, n], m % 4 == 0: codes, the same transposed, and scales back.
@@ -358,7 +358,7 @@ def rowwise_turned(
     What a weight is needed as: its rows are folded into what its transpose is multiplied by.
     """
     return Launch(
-        kernel=rowwise_turned_kernel,
+        kernel=rowwise_transposed_kernel,
         grid=count * tile_count(m, 32) if n else 0,
         inputs={"x_ptr": input_dtype(dtype)},
         outputs={

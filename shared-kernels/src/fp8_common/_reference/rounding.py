@@ -83,10 +83,10 @@ def decode(codes: ArrayLike, fmt: str | Format) -> NDArray[np.float32]:
     Raises:
         Fp8Error: `codes` is neither uint8 nor of the format's own dtype.
     """
-    return _values(get_format(fmt))[as_codes(codes, fmt)]
+    return _values(get_format(fmt))[to_uint8_codes(codes, fmt)]
 
 
-def as_codes(codes: ArrayLike, fmt: str | Format) -> NDArray[np.uint8]:
+def to_uint8_codes(codes: ArrayLike, fmt: str | Format) -> NDArray[np.uint8]:
     """Return `codes` as uint8, viewing arrays of the format's own dtype.
 
     Raises:

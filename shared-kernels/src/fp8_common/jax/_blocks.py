@@ -13,8 +13,8 @@ from fp8_common.errors import Fp8Error
 from fp8_common.formats import E8M0, Format, get_data_format
 from fp8_common.jax._kernels import KernelOp
 from fp8_common.jax._scales import amax_to_e8m0, amax_to_scale, e8m0_to_scale, e8m0_to_scale_inv, reciprocal
-from fp8_common.jax.arrays import as_codes, as_float32, as_native
 from fp8_common.jax.casts import amax_by_jnp, multiply_back, quantize_by_jnp
+from fp8_common.jax.numerics import as_float32, as_native, to_uint8_codes
 from fp8_common.jax.slices import as_matrix
 from fp8_common.policy import CANONICAL, MxMode, ScalePolicy
 
@@ -69,7 +69,7 @@ def dequantize_blockwise(
         Fp8Error: Unsupported dtype, format, block or shape of `scale`.
     """
     fmt = get_data_format(fmt)
-    codes = as_codes(q, fmt)
+    codes = to_uint8_codes(q, fmt)
     check_block(block, codes.ndim)
     return multiply_back(codes, _expanded(reciprocal(scale), block, codes.shape), fmt, dtype)
 
@@ -83,7 +83,7 @@ def dequantize_mx(q: ArrayLike, codes: ArrayLike, fmt: str | Format, dtype: DTyp
         Fp8Error: Unsupported dtype or format, or the shapes do not fit.
     """
     fmt = get_data_format(fmt)
-    data = as_codes(q, fmt)
+    data = to_uint8_codes(q, fmt)
     check_block(MX_BLOCK, data.ndim)
     return multiply_back(data, _expanded(e8m0_to_scale_inv(codes), MX_BLOCK, data.shape), fmt, dtype)
 

@@ -32,7 +32,7 @@ from fp8_common._env import backend
 from fp8_common.errors import Fp8UnsupportedError
 from fp8_common.hardware import KERNEL_CAPABILITY, has_kernels
 from fp8_common.jax import compat
-from fp8_common.jax.arrays import vary_alike, varying_axes
+from fp8_common.jax.numerics import vary_alike, varying_axes
 
 CALL_TARGET = "triton_kernel_call_ffi"
 OLDEST_PTX, OLDEST_PTX_OF_BLACKWELL = 81, 86

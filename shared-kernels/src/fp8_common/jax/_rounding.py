@@ -16,7 +16,16 @@ from jax.typing import ArrayLike
 from fp8_common._reference.scaling import INF_KEY, KEY_MASK
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import E4M3, E5M2, E8M0, Format, get_data_format, get_format
-from fp8_common.jax.arrays import EXPONENT_MASK, NAN_KEY, as_codes, as_float32, as_native, float_key, from_bits, to_bits
+from fp8_common.jax.numerics import (
+    EXPONENT_MASK,
+    NAN_KEY,
+    as_float32,
+    as_native,
+    float_key,
+    from_bits,
+    to_bits,
+    to_uint8_codes,
+)
 
 QUIET_BIT = np.int32(1 << 22)
 """What makes a quiet NaN of an infinity."""
@@ -71,7 +80,7 @@ def decode(codes: ArrayLike, fmt: str | Format) -> jax.Array:
         Fp8Error: `codes` is neither uint8 nor of the format's own dtype.
     """
     fmt = get_format(fmt)
-    return _decode(as_codes(codes, fmt), fmt=fmt)
+    return _decode(to_uint8_codes(codes, fmt), fmt=fmt)
 
 
 def check_random_bits(random_bits: ArrayLike, shape: tuple[int, ...]) -> jax.Array:

@@ -11,13 +11,12 @@ from jax.typing import ArrayLike
 from fp8_common._reference.scaling import INF_KEY, MIN_NORMAL_KEY, check_history, check_mode, stable_zero_key
 from fp8_common.formats import E8M0, Format, get_data_format
 from fp8_common.jax._rounding import decode
-from fp8_common.jax.arrays import (
+from fp8_common.jax.numerics import (
     EXPONENT_MASK,
     HIDDEN_BIT,
     MANTISSA_MASK,
     NAN_KEY,
     SIGN_MASK,
-    as_codes,
     as_float32,
     broadcast_scale,
     divide,
@@ -25,6 +24,7 @@ from fp8_common.jax.arrays import (
     float_key,
     from_bits,
     to_bits,
+    to_uint8_codes,
 )
 from fp8_common.policy import CANONICAL, SCALE_MAX, SCALE_MIN, HistoryAlgo, MxMode, ScalePolicy
 
@@ -221,7 +221,7 @@ def e8m0_to_scale(codes: ArrayLike) -> jax.Array:
     Args:
         codes: uint8 or float8_e8m0fnu, any shape.
     """
-    code = lax.stop_gradient(as_codes(codes, E8M0)).astype(jnp.int32)
+    code = lax.stop_gradient(to_uint8_codes(codes, E8M0)).astype(jnp.int32)
     # The reciprocal of 2^k is 2^-k: its exponent field is 254 - code. 1 << 22 are the bits of 2^-127, which is
     # subnormal.
     bits = jnp.where(code == 254, jnp.int32(1 << 22), (254 - code) << 23)

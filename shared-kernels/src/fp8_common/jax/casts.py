@@ -31,8 +31,7 @@ from fp8_common.jax._rounding import (
     round_to_native,
 )
 from fp8_common.jax._scales import reciprocal
-from fp8_common.jax.arrays import (
-    as_codes,
+from fp8_common.jax.numerics import (
     as_float32,
     as_input,
     as_native,
@@ -42,6 +41,7 @@ from fp8_common.jax.arrays import (
     product_back,
     product_into,
     to_bits,
+    to_uint8_codes,
 )
 
 FOLDS = 8
@@ -321,7 +321,7 @@ def dequantize(q: ArrayLike, scale: ArrayLike, fmt: str | Format, dtype: DTypeLi
         Fp8Error: Unsupported dtype or format, or `scale` does not broadcast.
     """
     fmt = get_data_format(fmt)
-    codes = as_codes(q, fmt)
+    codes = to_uint8_codes(q, fmt)
     return multiply_back(codes, reciprocal(broadcast_scale(scale, codes.shape)), fmt, dtype)
 
 

@@ -15,8 +15,8 @@ from fp8_common._reference.quantize import Quantized
 from fp8_common.formats import Format, get_data_format
 from fp8_common.jax._kernels import KernelOp, selects_kernels
 from fp8_common.jax._scales import amax_to_scale
-from fp8_common.jax.arrays import as_float32, from_bits, to_bits
 from fp8_common.jax.casts import amax_by_jnp, cast, cast_by_jnp, quantize_by_jnp
+from fp8_common.jax.numerics import as_float32, from_bits, to_bits
 from fp8_common.policy import CANONICAL, ScalePolicy
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fp8_common._aligned import aligned
+from fp8_common._text_table import aligned
 from fp8_common.errors import Fp8Error
 from fp8_common.monitoring.limits import LEVELS, percent
 from fp8_common.monitoring.log import log_file, read_log

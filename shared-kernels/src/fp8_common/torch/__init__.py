@@ -83,7 +83,7 @@ def decode(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
         Fp8Error: `codes` has another dtype.
     """
     fmt = get_format(fmt)
-    raw = numerics.as_codes(codes, fmt)
+    raw = numerics.to_uint8_codes(codes, fmt)
     return numerics.scale_inv_of_e8m0(raw) if fmt.name == "e8m0" else decoding.values(raw, fmt)
 
 
@@ -326,7 +326,7 @@ def e8m0_to_scale(codes: torch.Tensor) -> torch.Tensor:
     Raises:
         Fp8Error: `codes` is neither uint8 nor float8_e8m0fnu.
     """
-    return numerics.scale_of_e8m0(numerics.as_codes(codes, E8M0))
+    return numerics.scale_of_e8m0(numerics.to_uint8_codes(codes, E8M0))
 
 
 def e8m0_to_scale_inv(codes: torch.Tensor) -> torch.Tensor:
@@ -335,7 +335,7 @@ def e8m0_to_scale_inv(codes: torch.Tensor) -> torch.Tensor:
     Raises:
         Fp8Error: `codes` is neither uint8 nor float8_e8m0fnu.
     """
-    return numerics.scale_inv_of_e8m0(numerics.as_codes(codes, E8M0))
+    return numerics.scale_inv_of_e8m0(numerics.to_uint8_codes(codes, E8M0))
 
 
 def quantize_mx(x: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> Quantized[torch.Tensor]:

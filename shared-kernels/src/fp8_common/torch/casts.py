@@ -16,19 +16,19 @@ from fp8_common.torch import numerics, rounding
 from fp8_common.torch._operators import operator
 from fp8_common.torch._triton import dense, fuses, launch, launches, matrix_of, name_of, plans, takes
 from fp8_common.torch.blocks import Block, amax_by, broadcasts, expand_blocks, scale_shape
-from fp8_common.torch.kept import (
+from fp8_common.torch.numerics import amax_of, as_float32, divide, torch_dtype
+from fp8_common.torch.planned_casts import (
     BLOCKS,
     BlocksCast,
     PlainCast,
     RowsCast,
     TensorwiseCast,
-    TurnedRowsCast,
+    TransposedRowsCast,
     has_both,
     of_blocks,
     of_both,
-    of_turned_rows,
+    of_transposed_rows,
 )
-from fp8_common.torch.numerics import amax_of, as_float32, divide, torch_dtype
 from fp8_common.torch.quantized import Quantized
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -117,7 +117,7 @@ def _fake_transposed(x: torch.Tensor, fmt: Format) -> Pair:
     return codes, transposed
 
 
-def _turned(codes: torch.Tensor) -> torch.Tensor:
+def _transposed(codes: torch.Tensor) -> torch.Tensor:
     # as uint8, which all operations support
     return codes.view(torch.uint8).mT.contiguous().view(codes.dtype)
 
@@ -129,7 +129,7 @@ def _turned(codes: torch.Tensor) -> torch.Tensor:
 def cast_transposed(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Pair:
     """Return codes [M, N] of x [M, N], made with one scale, and the same [N, M]."""
     codes = quantize(x.contiguous(), scale, fmt)
-    return codes, _turned(codes)
+    return codes, _transposed(codes)
 
 
 def quantize_both(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -336,7 +336,7 @@ def quantize_transposed(x: torch.Tensor, amax: torch.Tensor, fmt: Format, policy
     """Return codes [M, N] of x [M, N], the same [N, M], and the scalar scales that follow from float32 `amax`."""
     scale = numerics.scale_from_amax(amax, fmt, policy)
     codes = rounding.quantize(x.contiguous(), scale, fmt)
-    return codes, _turned(codes), scale, divide(1.0, scale)
+    return codes, _transposed(codes), scale, divide(1.0, scale)
 
 
 def _fake_rows_and_columns(x: torch.Tensor, fold: object, fmt: Format, policy: object) -> Four:
@@ -362,24 +362,24 @@ def rows_and_columns(x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, po
 def quantize_turned_rows(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Quantized:
     """Return codes with a scale for each row, and where one launch writes both, the same transposed."""
     if has_both(x, stacks=True) and policy.formula != "e8m0" and launches(x, fmt, policy):
-        return of_turned_rows(fmt, *turned_rows(x, fmt, policy))
+        return of_transposed_rows(fmt, *rows_with_transpose(x, fmt, policy))
     return quantize_dynamic(x, fmt, policy, (1, 0))
 
 
-def _fake_turned_rows(x: torch.Tensor, fmt: Format, policy: object) -> Triple:
+def _fake_rows_with_transpose(x: torch.Tensor, fmt: Format, policy: object) -> Triple:
     codes, turned = (x.new_empty(shape, dtype=torch_dtype(fmt)) for shape in (x.shape, x.mT.shape))
     return codes, turned, x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-def _turned_rows_by_kernel(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Any:
-    return TurnedRowsCast(x.shape, x.dtype, fmt, policy).raw(x.contiguous())
+def _rows_with_transpose_by_kernel(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Any:
+    return TransposedRowsCast(x.shape, x.dtype, fmt, policy).raw(x.contiguous())
 
 
-@operator(_fake_turned_rows, _turned_rows_by_kernel)
-def turned_rows(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Triple:
-    """Return `TurnedRowsCast.raw`: codes of x [..., M, N], the same [..., N, M], and float32 scales back [..., M]."""
+@operator(_fake_rows_with_transpose, _rows_with_transpose_by_kernel)
+def rows_with_transpose(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Triple:
+    """Return `TransposedRowsCast.raw`: codes of x [..., M, N], the same [..., N, M], and scales back [..., M]."""
     made = quantize_dynamic(x.contiguous(), fmt, policy, (1, 0))
-    return made.codes, _turned(made.codes), made.scale_inv.squeeze(-1)
+    return made.codes, _transposed(made.codes), made.scale_inv.squeeze(-1)
 
 
 def _fake_blocks_both(x: torch.Tensor, fmt: Format, policy: object, square: bool) -> Four:

@@ -18,8 +18,8 @@ from fp8_common.torch import numerics, rounding
 from fp8_common.torch._operators import operator
 from fp8_common.torch.casts import scale_from_amax
 from fp8_common.torch.compat import FakeTensor
-from fp8_common.torch.kept import TensorwiseCast
 from fp8_common.torch.numerics import amax_bits, torch_dtype
+from fp8_common.torch.planned_casts import TensorwiseCast
 
 UNOBSERVED = -1
 """Bits of an operand that was not observed; below every amax, so that MAX ignores it."""

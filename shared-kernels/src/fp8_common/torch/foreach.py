@@ -26,7 +26,7 @@ TABLES_KEPT = 64
 """Size of the cache of tables that no CUDA graph uses."""
 
 
-class Rows(NamedTuple):
+class TableRows(NamedTuple):
     """What a table is made from, for tensors of one dtype.
 
     Attributes:
@@ -154,23 +154,23 @@ def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[int]]:
     return places
 
 
-def _rows(dense: Sequence[torch.Tensor], offsets: Sequence[int], places: Sequence[int], whole: int) -> Rows:
+def _rows(dense: Sequence[torch.Tensor], offsets: Sequence[int], places: Sequence[int], whole: int) -> TableRows:
     addresses, sizes = tuple(x.data_ptr() for x in dense), tuple(x.numel() for x in dense)
-    return Rows(addresses, sizes, tuple(offsets), () if len(places) == whole else tuple(places))
+    return TableRows(addresses, sizes, tuple(offsets), () if len(places) == whole else tuple(places))
 
 
-def _table(rows: Rows, device: torch.device) -> Table:
+def _table(rows: TableRows, device: torch.device) -> Table:
     # A graph points to its tables for as long as it lives, which nobody here knows.
     return _kept_for_graphs(rows, device) if triton.is_capturing(device) else _cached(rows, device)
 
 
 @cache
-def _kept_for_graphs(rows: Rows, device: torch.device) -> Table:
+def _kept_for_graphs(rows: TableRows, device: torch.device) -> Table:
     return _cached(rows, device)
 
 
 @lru_cache(maxsize=TABLES_KEPT)
-def _cached(rows: Rows, device: torch.device) -> Table:
+def _cached(rows: TableRows, device: torch.device) -> Table:
     """Put addresses, lengths and the chunks of all programs on the device, in two transfers."""
     # Cached by addresses and sizes, which is all that it holds: a new tensor at an old address needs the same table.
     triton.refuse_in_capture(device, "a table of tensors that no earlier step had, or not at these addresses,")

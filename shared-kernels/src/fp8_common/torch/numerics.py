@@ -72,7 +72,7 @@ def torch_dtype(fmt: str | Format) -> torch.dtype:
     return _DTYPE_OF[(fmt if isinstance(fmt, Format) else get_format(fmt)).name]
 
 
-def as_codes(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
+def to_uint8_codes(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return `codes` as uint8, viewing tensors of the format's own dtype.
 
     Raises:

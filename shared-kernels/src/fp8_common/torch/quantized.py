@@ -45,13 +45,13 @@ class Quantized(NamedTuple):
         return Quantized(transpose(self.codes), scale_inv, self.fmt, block)
 
     @property
-    def wide_scale_inv(self) -> torch.Tensor:
+    def expanded_scale_inv(self) -> torch.Tensor:
         """The float32 scales back from FP8, broadcasting to the codes: those of blocks are repeated."""
         return self.scale_inv if self.block is None else expand_blocks(self.scale_inv, self.block, self.codes.shape)
 
     def dequantize(self) -> torch.Tensor:
         """Return the float32 values, codes times scales."""
-        return decoding.values(self.codes, self.fmt) * self.wide_scale_inv
+        return decoding.values(self.codes, self.fmt) * self.expanded_scale_inv
 
 
 def transpose(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from fp8_common._reference.scaling import INF_KEY
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format
 from fp8_common.torch.compat import FakeTensor
-from fp8_common.torch.numerics import amax_bits, as_codes, as_float32, limited, torch_dtype
+from fp8_common.torch.numerics import amax_bits, as_float32, limited, to_uint8_codes, torch_dtype
 
 PIECE = 2**18
 """Elements of a tensor that a thread of a CPU casts at a time: what lies between two passes then stays in its cache."""
@@ -133,7 +133,7 @@ def values(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32)
         fmt: The format.
         dtype: float32 or bfloat16; both hold every data value exactly.
     """
-    codes = as_codes(codes, fmt)
+    codes = to_uint8_codes(codes, fmt)
     # Other devices convert as fast as they read, and compilers fuse a conversion. Nor must operations mix fake tensors
     # with the real, cached table.
     by_table = codes.device.type == "cpu" or fmt.name == "e8m0"

@@ -17,7 +17,7 @@ from fp8_common.errors import Fp8Error, Fp8UnsupportedError
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch.casts import reciprocal, scale_from_amax
 from fp8_common.torch.compat import local_of
-from fp8_common.torch.kept import ScaleState
+from fp8_common.torch.planned_casts import ScaleState
 from fp8_common.torch_layers.sharding.agreement import group_of_parts, max_by_group
 from fp8_common.torch_layers.sharding.fsdp import region_of
 from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid

@@ -13,12 +13,12 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Fp8Error
-from fp8_common.jax.arrays import vary_alike
 from fp8_common.jax.casts import multiply_back
-from fp8_jax_owg.dots.operands import as_codes, as_operand, cast_operand
+from fp8_common.jax.numerics import vary_alike
+from fp8_jax_owg.dots.operands import as_operand, cast_operand, to_uint8_codes
 from fp8_jax_owg.scaling import DelayedScaling, ScalingChoice, Tensor, as_scaling
 from fp8_jax_owg.state.cotangents import first_order_only, like, reverse_mode_only
-from fp8_jax_owg.state.live import as_live, observation, scales_of
+from fp8_jax_owg.state.in_loss import as_live, observation, scales_of
 from fp8_jax_owg.state.pairs import Pair
 
 
@@ -38,7 +38,7 @@ class _Cast(NamedTuple):
         """Return `x` as the format represents it, and what the live leaf observes."""
         values, back, seen = self.apply(x, live)
         fmt = self.scaling.format_of(self.tensor)
-        return multiply_back(as_codes(values), back.reshape((1,) * x.ndim), fmt, x.dtype), seen
+        return multiply_back(to_uint8_codes(values), back.reshape((1,) * x.ndim), fmt, x.dtype), seen
 
 
 def in_q(

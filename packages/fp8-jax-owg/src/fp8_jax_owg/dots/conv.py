@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from fp8_jax_owg.dots.bilinear import Bilinear, multiply
 from fp8_jax_owg.dots.contraction import constrain
 from fp8_jax_owg.dots.dot import Precision
 from fp8_jax_owg.dots.operands import as_operand
-from fp8_jax_owg.dots.product import Bilinear, multiply
 from fp8_jax_owg.scaling import ScalingChoice, Tensor
 from fp8_jax_owg.state.pairs import Meta
 

@@ -11,23 +11,23 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Format, Fp8Error, ScalePolicy
-from fp8_common.jax.arrays import as_native, divide_nearest, vary_alike
 from fp8_common.jax.casts import selects_kernels
+from fp8_common.jax.numerics import as_native, divide_nearest, vary_alike
 from fp8_common.jax.slices import cast_slices, cast_slices_both
 from fp8_jax_owg.derivatives import check_derivative
+from fp8_jax_owg.dots.bilinear import Bilinear, multiply
 from fp8_jax_owg.dots.contraction import Contraction, DimensionNumbers, is_explicit
 from fp8_jax_owg.dots.einsum import as_letters
 from fp8_jax_owg.dots.operands import (
     Fp8Param,
     Kernel,
     Master,
-    as_codes,
     as_kernel,
     as_operand,
     may_spread,
     refuse_explicit_axes,
+    to_uint8_codes,
 )
-from fp8_jax_owg.dots.product import Bilinear, multiply
 from fp8_jax_owg.scaling import Scaling, ScalingChoice, Tensor
 from fp8_jax_owg.state.cotangents import first_order_only
 from fp8_jax_owg.state.pairs import Meta
@@ -263,7 +263,7 @@ def _forward(rows: _Rows, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, An
     contraction = rows.how.contraction
     a, a_turned = rows.cast_both("input", lhs, contraction.lhs)
     b, b_turned = rows.cast_both("kernel", rhs, contraction.rhs)
-    saved = as_codes(a_turned.codes), a_turned.back, as_codes(b.codes), b.back
+    saved = to_uint8_codes(a_turned.codes), a_turned.back, to_uint8_codes(b.codes), b.back
     return _forward_product(rows, a, b_turned), saved
 
 

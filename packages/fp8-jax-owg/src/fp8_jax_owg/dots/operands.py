@@ -12,7 +12,6 @@ from jax.typing import ArrayLike
 
 from fp8_common import Format, Fp8UnsupportedError, ScalePolicy
 from fp8_common.jax import amax_to_scale
-from fp8_common.jax.arrays import as_input, divide_nearest
 from fp8_common.jax.casts import (
     amax_of,
     cast,
@@ -21,6 +20,7 @@ from fp8_common.jax.casts import (
     cast_with_amax,
     selects_kernels,
 )
+from fp8_common.jax.numerics import as_input, divide_nearest
 from fp8_jax_owg.scaling import Scaling, Tensor
 
 
@@ -175,7 +175,7 @@ def current_scales(greatest: jax.Array, fmt: Format, policy: ScalePolicy) -> jax
     return lax.optimization_barrier(jnp.stack([scale, divide_nearest(1.0, scale)]))
 
 
-def as_codes(x: jax.Array) -> jax.Array:
+def to_uint8_codes(x: jax.Array) -> jax.Array:
     """Return native FP8 as uint8, as it is saved for the backward pass.
 
     What `jax.checkpoint` saves of a float8 dtype it rounds to fewer exponents than E4M3 has, and XLA on CPUs copies

@@ -13,8 +13,8 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Fp8Error
+from fp8_jax_owg.dots.bilinear import Bilinear, multiply
 from fp8_jax_owg.dots.operands import as_operand, refuse_explicit_axes
-from fp8_jax_owg.dots.product import Bilinear, multiply
 from fp8_jax_owg.scaling import ScalingChoice
 from fp8_jax_owg.state.pairs import Meta
 

@@ -15,7 +15,7 @@ from flax.core import meta
 from flax.core.scope import subtract_filters
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
-from fp8_jax_owg.gradients import refuse_layers_of_flax
+from fp8_jax_owg.differentiate import refuse_layers_of_flax
 from fp8_jax_owg.pipeline import PipelineOptions, Schedule, batch_of, divide, pipeline, refuse_changes
 from fp8_jax_owg.state.pairs import COLLECTION
 

@@ -7,7 +7,7 @@ from typing import Any
 from flax.training import train_state
 
 from fp8_common import Fp8Error
-from fp8_jax_owg.optax import MultiSteps, bypass_owg, is_variables
+from fp8_jax_owg.optimizers import MultiSteps, bypass_owg, is_variables
 from fp8_jax_owg.state.pairs import COLLECTION
 from fp8_jax_owg.step import apply_updates, where_step_valid
 
@@ -38,7 +38,7 @@ class TrainState(train_state.TrainState):
         Args:
             apply_fn: The model's `apply`.
             params: All variables, from `init`.
-            tx: Any optax optimizer, or `fp8_jax_owg.optax.MultiSteps`.
+            tx: Any optax optimizer, or `fp8_jax_owg.optimizers.MultiSteps`.
             trained: The collections of `params` that `tx` trains. Of a tree without collections it trains everything
                 that is not overwritten.
             **kwargs: Further fields of a subclass.

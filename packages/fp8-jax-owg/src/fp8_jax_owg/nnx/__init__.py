@@ -6,7 +6,7 @@ with extra("fp8-jax-owg[flax]", __name__):
     import flax  # noqa: F401
 
 from fp8_jax_owg.nnx.convert import convert_to_fp8
-from fp8_jax_owg.nnx.gradients import grad, value_and_grad
+from fp8_jax_owg.nnx.differentiate import grad, value_and_grad
 from fp8_jax_owg.nnx.operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8EinsumOp, OverwriteWithGradient
 from fp8_jax_owg.nnx.pipeline import LayerwiseShardablePipelined
 

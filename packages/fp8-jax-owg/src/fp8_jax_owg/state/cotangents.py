@@ -39,7 +39,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
-from fp8_common.jax.arrays import SIGN_MASK, flipped, float_key, from_bits, to_bits, varying_axes
+from fp8_common.jax.numerics import SIGN_MASK, flipped, float_key, from_bits, to_bits, varying_axes
 from fp8_jax_owg.derivatives import REVERSE_MODE_ONLY, refuse_second_order
 from fp8_jax_owg.state.pairs import check_float32
 
@@ -111,7 +111,7 @@ def maximum(x: jax.Array, y: jax.Array) -> jax.Array:
     return from_ordered(lax.max(to_ordered(x), to_ordered(y)))
 
 
-def meet(x: jax.Array, y: jax.Array) -> jax.Array:
+def combine_max(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return the maximum of two cotangents, element by element; 0 where neither has observed anything."""
     return zero_where_nothing(encode(maximum(decode(x), decode(y))))
 
@@ -249,7 +249,7 @@ _NAME = (
     "fp8_jax_owg.replicated there)"
 )
 fp8_state = MaxGradDType(_NAME, jnp.dtype("int32"), (7,), 28)
-"""Live leaves, see `fp8_jax_owg.state.live`."""
+"""Live leaves, see `fp8_jax_owg.state.in_loss`."""
 
 
 def values_of(x: jax.Array) -> jax.Array:

@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 
     Attributes:
         scale: At rest float32 [..., 1], that of the last observed step; inside of a loss the live leaf, see
-            `fp8_jax_owg.state.live`.
+            `fp8_jax_owg.state.in_loss`.
         history: float32 [..., length], the amax of earlier steps.
     """
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8_common import Fp8Error
-from fp8_common.jax.arrays import varying_axes
+from fp8_common.jax.numerics import varying_axes
 from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.cotangents import fp8_state, is_shared, is_state, like, share_leaf, unshare_leaf
-from fp8_jax_owg.state.live import is_at_rest, is_live, live_at_rest, stored_scale
+from fp8_jax_owg.state.in_loss import is_at_rest, is_live, live_at_rest, stored_scale
 from fp8_jax_owg.state.pairs import Pair, check_float32, find_pairs, take
 
 Tree = TypeVar("Tree")

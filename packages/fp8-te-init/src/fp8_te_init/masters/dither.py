@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fp8_common import Format, decode, philox
 
 if TYPE_CHECKING:
-    from fp8_te_init.te import TeWeight
+    from fp8_te_init.transformer_engine import TeWeight
     from fp8_te_init.weight.state import WeightState
 
 
@@ -24,7 +24,7 @@ def dithered(weight: "WeightState | TeWeight", *, seed: int, name: str) -> torch
     raw, below, above = (torch.from_numpy(table).to(codes.device)[codes.int()] for table in _cells(weight.fmt))
     first = weight.first_row * codes.shape[1]
     share = torch.from_numpy(_uniforms(seed, name, first, first + codes.numel())).view(codes.shape).to(codes.device)
-    inverse = weight.wide_scale_inv()
+    inverse = weight.expanded_scale_inv()
     spread, middle = (raw + below + (above - below) * share) * inverse, raw * inverse
     # rounding may carry the end of a cell over: the middle never leaves it
     return torch.where(weight.quantized(spread) == codes, spread, middle)

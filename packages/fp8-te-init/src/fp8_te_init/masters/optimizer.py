@@ -18,9 +18,9 @@ from fp8_common import Fp8Error
 from fp8_common.torch.compat import local_of, version_of
 from fp8_common.torch_layers.sharding import fsdp
 from fp8_common.torch_layers.sharding.agreement import group_of_parts
-from fp8_te_init.masters.values import exchanged, gradient_elsewhere, new_master, part_like, tell_of_master
-from fp8_te_init.te import TeWeight, fp8_of, kind_of
-from fp8_te_init.te_modules import ORDER
+from fp8_te_init.masters.sources import exchanged, gradient_elsewhere, new_master, part_like, register_master
+from fp8_te_init.transformer_engine import TeWeight, fp8_of, kind_of
+from fp8_te_init.transformer_engine_modules import ORDER
 from fp8_te_init.weight.all_gather import quantize_together
 from fp8_te_init.weight.state import Record, WeightState
 
@@ -99,7 +99,7 @@ class MasterOptimizer(Optimizer):
         """Take what a copy is made of: copied masters are those of copied weights."""
         super().__setstate__(state)
         for parameter, master in self._masters.items():
-            tell_of_master(parameter, master, rounds=self._round_through_dtype)
+            register_master(parameter, master, rounds=self._round_through_dtype)
             # of a weight of TransformerEngine, a comparison finds whether it was written to before the copy
             known = -1 if self._is_te(parameter) else self._writes_to(parameter)
             self._agreed[parameter] = (known, version_of(local_of(master)))
@@ -124,7 +124,7 @@ class MasterOptimizer(Optimizer):
                     rounded += 1
                     cure = f" {ORDER}" if isinstance(weight, TeWeight) and isinstance(parameter, DTensor) else cure
                 self._masters[parameter] = new_master(parameter) if master is None else master
-                tell_of_master(parameter, self._masters[parameter], rounds=self._round_through_dtype)
+                register_master(parameter, self._masters[parameter], rounds=self._round_through_dtype)
                 self._agree(parameter)
             params.append(self._masters.get(parameter, parameter))
         if rounded:

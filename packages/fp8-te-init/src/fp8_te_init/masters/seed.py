@@ -20,8 +20,8 @@ from fp8_common.torch_layers.sharding.agreement import group_of_parts, max_over_
 from fp8_te_init.errors import MissingInitError, StaleInitError
 from fp8_te_init.masters.dither import dithered
 from fp8_te_init.masters.optimizer import MASTER, MasterOptimizer
-from fp8_te_init.te import TeWeight, fp8_of
-from fp8_te_init.te_modules import ORDER, lost_weights
+from fp8_te_init.transformer_engine import TeWeight, fp8_of
+from fp8_te_init.transformer_engine_modules import ORDER, lost_weights
 from fp8_te_init.weight.all_gather import agree_on_written, quantize_together
 from fp8_te_init.weight.state import WeightState
 

@@ -76,7 +76,7 @@ def merge_report(model: nn.Module, adapter: str = "default") -> MergeReport:
         weight, delta = layer.base_layer.weight, _delta(name, layer, adapter)
         old = operand_of(weight).dequantize()
         stored = old.bfloat16().float()
-        codes = _merged_codes(weight, delta).float() * operand_of(weight).wide_scale_inv
+        codes = _merged_codes(weight, delta).float() * operand_of(weight).expanded_scale_inv
         norm = delta.double().norm().clamp(min=torch.finfo(torch.float32).tiny)
         arrived = (codes - old).double()
         share = float((arrived * delta).sum() / norm**2)
@@ -153,5 +153,5 @@ def _delta(name: str, layer: Any, adapter: str) -> torch.Tensor:
 def _merged_codes(weight: PublishedWeight, delta: torch.Tensor) -> torch.Tensor:
     """Return the nearest codes of values and delta with the present scales; sums above the largest code saturate."""
     operand = operand_of(weight)
-    ready = (operand.dequantize() + delta) / operand.wide_scale_inv
+    ready = (operand.dequantize() + delta) / operand.expanded_scale_inv
     return ready.clamp(-E4M3.max, E4M3.max).to(CODES)

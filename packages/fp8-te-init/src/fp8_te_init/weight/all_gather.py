@@ -65,7 +65,7 @@ def agree_on_written(parameters: Iterable[torch.Tensor]) -> None:
     waiting = []
     for parameter in parameters:
         state = _state_of(local_of(parameter))
-        if state is not None and state.due == "agreement" and state.start is not None:
+        if state is not None and state.pending == "agreement" and state.start is not None:
             waiting.append((state, state.start.to(state.device), group_of_parts(parameter)))
     quantize_together(waiting)
 
@@ -88,19 +88,19 @@ def pre_all_gather(
     state = weight._state
     origin = _origin(state, module)
     origin.check()
-    if origin.due is not None:
+    if origin.pending is not None:
         beside = list(fsdp.shards(fsdp.find_root(lambda local: _state_of(local) is origin)))
         own = [shard for shard in beside if isinstance(_state_of(shard.local), WeightState)]
         fsdp.check_gathers(own)
-        if origin.due == "agreement":
+        if origin.pending == "agreement":
             agree_on_written(shard.parameter for shard in own)
             if origin is not state:  # what is sent was copied before the agreement
                 state.codes.copy_(origin.codes)
                 state.scale.copy_(origin.scale)
-                state.settle()
+                state.mark_consistent()
         for shard in own:
-            if shard.local._state.due == "check":
-                shard.local._state.due = None
+            if shard.local._state.pending == "check":
+                shard.local._state.pending = None
     if origin.start is not None:
         module.__dict__[GATHERED] = weakref.ref(origin)
     # FSDP2 does not pad what this hook returns, and ranks that send different sizes would corrupt the gather.

@@ -125,13 +125,13 @@ def _assigned(
     """Return an FP8 weight that holds given codes and scales themselves, or the quantized values."""
     if given.is_floating_point():
         codes = torch.zeros(given.shape, dtype=torch.uint8, device=given.device)
-        fresh = state.around(codes, part=dataclasses.replace(state.part, dtype=given.dtype), due=None)
+        fresh = state.around(codes, part=dataclasses.replace(state.part, dtype=given.dtype), pending=None)
         if not given.is_meta:
             fresh.write(given)
         return PrimaryFloat8Weight(codes, fresh)
     fresh = state.around(given, start=None)
-    fresh.expect_scales()
+    fresh.mark_scales_pending()
     if scale is not None:
         fresh.scale, fresh.history = scale, history if state.history is not None else None
-        fresh.settle()
+        fresh.mark_consistent()
     return PrimaryFloat8Weight(given, fresh)

@@ -40,7 +40,7 @@ def broadcast_weights_(model: nn.Module, group: dist.ProcessGroup | None = None,
         for tensor in _sent(state):
             dist.broadcast(tensor, source, group=group)
         state.start = _broadcast_start(state, group, source)
-        state.settle()
+        state.mark_consistent()
         state.follow_codes()
 
 
@@ -84,12 +84,12 @@ def _any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
 
 
 def _broadcast_start(state: WeightState, group: dist.ProcessGroup, source: int) -> torch.Tensor | None:
-    waits = state.due == "agreement"
+    waits = state.pending == "agreement"
     header = torch.tensor([state.start is not None, waits], dtype=torch.int32, device=state.device)
     dist.broadcast(header, source, group=group)
     has_start, waits = header.tolist()
     if state.sharded:
-        state.due = "agreement" if waits else "check"
+        state.pending = "agreement" if waits else "check"
     if not has_start:
         return None
     if dist.get_rank() == source and state.start is not None:

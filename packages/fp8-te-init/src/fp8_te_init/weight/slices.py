@@ -102,7 +102,7 @@ def quantize_master_weights(
         # autograd then refuses the backward of a forward that saw the weight of before
         increment_version(weight)
         one.state.release()
-        one.state.settle()
+        one.state.mark_consistent()
         one.state.follow_codes()
 
 

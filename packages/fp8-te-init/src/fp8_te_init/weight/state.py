@@ -65,7 +65,7 @@ class WeightState:
     history: torch.Tensor | None = None
     start: torch.Tensor | None = None
     keeps: Release | None = None
-    due: Due | None = None
+    pending: Due | None = None
     master: "tuple[weakref.ref[torch.Tensor], torch.dtype] | None" = None
     displaced: "WeightState | None" = None
     settled: "tuple[int | None, int, torch.Tensor] | None" = None
@@ -85,7 +85,7 @@ class WeightState:
     def __post_init__(self) -> None:
         """Take codes and scales for those of one weight, unless told otherwise."""
         if self.settled is None:
-            self.settle()
+            self.mark_consistent()
 
     def around(self, codes: torch.Tensor, **changes: Any) -> "WeightState":
         """Return the state of other storage for the same weight, with scales of its own and the same start."""
@@ -93,10 +93,10 @@ class WeightState:
         own: dict[str, Any] = {"master": None, "displaced": None, "settled": None}
         own |= {name: _copied(getattr(self, name), codes.device) for name in ("scale", "history")}
         twin = dataclasses.replace(self, codes=codes, **(own | changes))
-        if twin.sharded and twin.due is None:
-            twin.due = "check"
+        if twin.sharded and twin.pending is None:
+            twin.pending = "check"
         if self.loading:
-            twin.expect_scales()
+            twin.mark_scales_pending()
         elif self.problem is not None:  # scales alone, of which a copy knows nothing else
             twin.settled = version_of(twin.codes), -1, self.scale_inv.to(codes.device)
         return twin
@@ -186,7 +186,7 @@ class WeightState:
         """Return uint8 codes of values [n, columns] of the rows that are held here, with the present scales."""
         return self.part.grid.quantize_part(values, self.scale, self.part.region).view(torch.uint8)
 
-    def wide_scale_inv(self) -> torch.Tensor:
+    def expanded_scale_inv(self) -> torch.Tensor:
         """Return float32 scales back from FP8 that broadcast to [n, columns]."""
         return self.part.grid.of_part(self.scale_inv, self.own_codes.shape, self.part.region)
 
@@ -207,11 +207,11 @@ class WeightState:
             cast = self.part.grid.quantize_whole(values)  # amax, scales and codes in one pass, with the bits of below
             self.scale.copy_(cast.scale.view(self.scale.shape))
             self.codes[: len(values)].copy_(cast.codes.view(torch.uint8))
-            self.settle(cast.scale_inv.view(self.scale.shape))
+            self.mark_consistent(cast.scale_inv.view(self.scale.shape))
         else:
             self.set_scale(self.amax_bits(values) if bits is None else bits, record)
             self.codes[: len(values)].copy_(self.quantized(values))
-            self.settle()
+            self.mark_consistent()
         if self.keeps is None:
             self.start = None
         self._has_agreed()
@@ -269,19 +269,19 @@ class WeightState:
             self.scale.copy_(other.scale)
             if self.history is not None and other.history is not None:
                 self.history.copy_(other.history)
-            self.due = other.due or "check"
-        known = self.keeps is not None or self.due == "agreement" or self.live_master is not None
+            self.pending = other.pending or "check"
+        known = self.keeps is not None or self.pending == "agreement" or self.live_master is not None
         self.start = other.start[row : row + self.rows].clone() if known and other.start is not None else None
         if refused:  # FSDP2 copies after a load, on ranks with padding alone: all ranks raise at the next use
-            self.expect_scales()
+            self.mark_scales_pending()
             return
-        self.settle()
+        self.mark_consistent()
         self.follow_codes()
 
     def _take_start(self, values: torch.Tensor) -> None:
         """Keep values before rounding as long as they are needed; of shards until the ranks agree on a scale."""
         if self.sharded:
-            self.due = "agreement"
+            self.pending = "agreement"
         if self.keeps is not None:
             self.start = values.to("cpu", copy=True)
         elif self.sharded:
@@ -296,7 +296,7 @@ class WeightState:
         if self.history is not None and held.history is not None:
             self.history.copy_(held.history)
         self.start = self.displaced = None
-        self.settle()
+        self.mark_consistent()
         self._take_start(exact if made_of is None else made_of)
         self._set_master(exact)
 
@@ -341,7 +341,7 @@ class WeightState:
             self._set_master_of_codes()
         if self.displaced is not None:
             self.displaced.displaced = None
-        if self.keeps is None and self.due != "agreement":
+        if self.keeps is None and self.pending != "agreement":
             self.start = None
 
     def _set_master_of_codes(self) -> None:
@@ -399,7 +399,7 @@ class WeightState:
         Values whose scale the ranks have not agreed on stay until they have, for nobody to see.
         """
         held, self.keeps = self.start, None
-        if held is None or self.due == "agreement":
+        if held is None or self.pending == "agreement":
             return 0
         self.start = None
         return held.nbytes
@@ -411,7 +411,7 @@ class WeightState:
 
     # ------------------------------------------------------------ loads
 
-    def expect_scales(self) -> None:
+    def mark_scales_pending(self) -> None:
         """Take what is in the storage for codes of a checkpoint, whose scales come next."""
         self.settled = None, version_of(self.scale), casts.reciprocal(self.scale)
         self._forget_start()
@@ -422,8 +422,8 @@ class WeightState:
         self._has_agreed()
 
     def _has_agreed(self) -> None:
-        if self.due == "agreement":
-            self.due = "check"
+        if self.pending == "agreement":
+            self.pending = "check"
 
     def check(self) -> None:
         """Refuse codes whose scales did not come, and scales that were written without their codes.
@@ -439,7 +439,7 @@ class WeightState:
         if self.scale.is_meta:
             return
         is_load = self.codes_came  # else the scales were copied to themselves
-        self.settle()
+        self.mark_consistent()
         if is_load:
             self._forget_start()
             self.follow_codes()
@@ -475,7 +475,7 @@ class WeightState:
             return SCALES_ALONE
         return None
 
-    def settle(self, scale_inv: torch.Tensor | None = None) -> None:
+    def mark_consistent(self, scale_inv: torch.Tensor | None = None) -> None:
         """Take the scales that are there for those of the codes, and `scale_inv` for what leads back."""
         scale_inv = casts.reciprocal(self.scale) if scale_inv is None else scale_inv
         self.settled = version_of(self.codes), version_of(self.scale), scale_inv

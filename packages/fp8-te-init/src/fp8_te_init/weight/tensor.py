@@ -162,9 +162,9 @@ class PrimaryFloat8Weight(torch.Tensor):
         loading = before.loading
         own.scale, own.history, before.scale, before.history = before.scale, before.history, own.scale, own.history
         for state in (own, before):
-            state.settle()
+            state.mark_consistent()
         if loading:
-            before.expect_scales()
+            before.mark_scales_pending()
         self._codes, self._state = self.view_of(own.codes), own
         with torch.no_grad():
             self.copy_(values)
@@ -298,7 +298,7 @@ def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFlo
             )
         mine.displace()
         target._codes.copy_(source.squeeze(1) if source.ndim == target.ndim + 1 else source)
-        mine.expect_scales()
+        mine.mark_scales_pending()
         return target
     other = source._state
     if mine is other:
@@ -330,7 +330,7 @@ def _broadcast(func: OpOverload, args: tuple, kwargs: dict) -> Any:
         func([tensor], *args[1:], **kwargs)[1].wait()
     done = func(own[-1:], *args[1:], **kwargs)[1]
     done.wait()
-    state.settle()
+    state.mark_consistent()
     if not before.holds_codes_of(state):
         state.start = state.displaced = None
         state.follow_codes()
@@ -353,13 +353,13 @@ def _twin(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -> 
             codes=codes,
             part=dataclasses.replace(state.part, first_row=state.full_shape[0]),
             start=start,
-            due=state.due or "check",
+            pending=state.pending or "check",
             master=state.master if state.sharded else None,
             displaced=None,
             settled=None,
         )
         if state.loading:
-            shard.expect_scales()
+            shard.mark_scales_pending()
         return PrimaryFloat8Weight(codes, shard)
     if func not in _COPIES or not weight.is_whole:
         return None
@@ -424,8 +424,8 @@ def _rebuild(part: tuple, fields: dict[str, Any], codes: torch.Tensor, trained: 
     cast, dtype, full_shape, first_row = part
     grid = ScaleGrid(CastRecipe.from_dict(cast))
     own = Part(grid=grid, dtype=dtype, full_shape=full_shape, first_row=first_row)
-    due = None if first_row is None else "check"
-    weight = PrimaryFloat8Weight(codes, WeightState(part=own, due=due, **fields))
+    pending = None if first_row is None else "check"
+    weight = PrimaryFloat8Weight(codes, WeightState(part=own, pending=pending, **fields))
     return weight if trained is None else nn.Parameter(weight, requires_grad=trained)
 
 

@@ -23,7 +23,7 @@ class ExpertLayout(WeightLayout):
 
     Attributes:
         forward: Called with the converted module and the inputs of its forward; returns what that returns. It calls
-            `module.grouped_product(name, x, offsets)` in the place of products with `module.name`.
+            `module.expert_matmul(name, x, offsets)` in the place of products with `module.name`.
         weights: The names of the stacked parameters, [experts, out_features, in_features].
         transposed: They are [experts, in_features, out_features] instead.
         stacked: Always true.
@@ -75,7 +75,7 @@ def _transformers(
     bias_of = ids.clamp(max=experts.num_experts - 1)
 
     def multiplied(name: str, x: torch.Tensor) -> torch.Tensor:
-        y = experts.grouped_product(name, x, offsets)
+        y = experts.expert_matmul(name, x, offsets)
         return y + getattr(experts, f"{name}_bias")[bias_of].to(y.dtype) if experts.has_bias else y
 
     up, down = experts.fp8_layout.weights

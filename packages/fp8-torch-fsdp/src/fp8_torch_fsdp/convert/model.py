@@ -14,9 +14,9 @@ from fp8_common.torch.compat import map_local
 from fp8_common.torch_layers.sharding.fsdp import shards
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.config import Float8LinearConfig
-from fp8_torch_fsdp.convert import fast_path
+from fp8_torch_fsdp.convert import encoder_fast_path
 from fp8_torch_fsdp.convert.expert_layouts import CONV1D, ExpertLayout, is_conv1d, layout_of
-from fp8_torch_fsdp.convert.new_parameter import refuse_replaced, replaced_by
+from fp8_torch_fsdp.convert.replace_parameter import refuse_replaced, replaced_by
 from fp8_torch_fsdp.convert.report import report_with
 from fp8_torch_fsdp.convert.roles import NO_EXPERTS, Roles, roles_of, users_of_parameters
 from fp8_torch_fsdp.convert.select import ModuleSelection, select, why_left
@@ -96,7 +96,7 @@ def convert_to_float8_training(
     if config.all_gather:
         _wrap_weights(list(chosen), users)
     for module in model.modules():
-        fast_path.turn_off(module, chosen)
+        encoder_fast_path.turn_off(module, chosen)
     # Only delayed scaling has state of its own that has to be brought up to date before a forward.
     if delayed_scales(model):
         synchronize_before_forward(model)
@@ -132,7 +132,7 @@ def unconvert(model: nn.Module) -> nn.Module:
                 module._parameters[name] = plain[id(weight)][1]
         to_original(module)
     for module in model.modules():
-        fast_path.restore(module)
+        encoder_fast_path.restore(module)
     return model
 
 

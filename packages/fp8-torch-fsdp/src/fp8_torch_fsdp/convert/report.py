@@ -11,7 +11,7 @@ from fp8_common import E4M3
 from fp8_common.torch.compat import local_of
 from fp8_common.torch_layers.sharding.fsdp import shards
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight
-from fp8_torch_fsdp.all_gather.collective import Float8AllGather, coded_bytes
+from fp8_torch_fsdp.all_gather.mx_all_gather import Float8AllGather, coded_bytes
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.convert.expert_layouts import is_conv1d, layout_of
 from fp8_torch_fsdp.convert.roles import CONVOLUTIONS, Roles, roles_of, stacked_parameters, users_of_parameters

@@ -12,7 +12,7 @@ from fp8_common import Fp8Error, Recipe, Rule, Rules, select_modules
 from fp8_torch_fsdp.config import Float8LinearConfig
 from fp8_torch_fsdp.convert.expert_layouts import ExpertLayout, is_conv1d, layout_of
 from fp8_torch_fsdp.layers.module import Float8Module
-from fp8_torch_fsdp.layers.rebind import is_wrapped_around
+from fp8_torch_fsdp.layers.rebind_forward import is_wrapped_around
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 ModuleSelection = ModuleFilter | Rules | Iterable[str | Rule] | None

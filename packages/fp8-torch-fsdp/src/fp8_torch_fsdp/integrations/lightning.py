@@ -5,7 +5,7 @@ from typing import Any
 
 from fp8_common import Fp8UnsupportedError
 from fp8_common.monitoring.log import Scalars
-from fp8_torch_fsdp.scales.state import DelayedState
+from fp8_torch_fsdp.scales.checkpoint import DelayedState
 from fp8_torch_fsdp.step_log import Float8Log
 
 try:

@@ -18,7 +18,7 @@ class Float8Experts(Float8Module):
     as FP8 codes, which the matmuls take as they are. Parameters, gradients and state dicts are those of the module.
     """
 
-    def grouped_product(self, name: str, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def expert_matmul(self, name: str, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Return each row multiplied by the weight of its expert.
 
         Args:
@@ -43,20 +43,20 @@ class Float8Experts(Float8Module):
         """Return down(silu(gate) * up) of each row, with the weights of its expert.
 
         With the recipe "rowwise" and bfloat16 inputs it is one function between whose matmuls are FP8 codes alone; with
-        others it is `grouped_product`, `torch.nn.functional.silu` and `grouped_product`.
+        others it is `expert_matmul`, `torch.nn.functional.silu` and `expert_matmul`.
 
         Args:
             up: The name of the weight of gate and up, [experts, 2 hidden, in_features], gate first; or the names of
                 both, gate first.
             down: The name of the last weight.
-            x: As of `grouped_product`.
+            x: As of `expert_matmul`.
             offsets: Alike.
 
         Returns:
             [rows, out_features] in the dtype of `x` (the autocast dtype under autocast).
 
         Raises:
-            Fp8Error: As of `grouped_product`.
+            Fp8Error: As of `expert_matmul`.
         """
         names = (*((up,) if isinstance(up, str) else up), down)
         weights: list[Any] = [getattr(self, name, None) for name in names]

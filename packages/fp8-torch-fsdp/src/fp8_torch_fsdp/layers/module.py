@@ -1,6 +1,6 @@
 """`Float8Module`: a module whose matmuls with some of its parameters run in FP8, made by changing its class in place.
 
-What a module exchanges with other ranks is its `Distribution`, the one way to extend it: FSDP2 needs none, tensor
+What a module exchanges with other ranks is its `ParallelStrategy`, the one way to extend it: FSDP2 needs none, tensor
 parallelism and `fully_shard_traceable` bring their own.
 """
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error
 from fp8_common.torch.compat import version_of
-from fp8_common.torch.kept import KeptCast, kept_cast
+from fp8_common.torch.planned_casts import KeptCast, kept_cast
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear.config import LinearConfig
 from fp8_common.torch_layers.linear.function import Gather, LinearSpec, fp8_linear
@@ -28,7 +28,7 @@ from fp8_torch_fsdp.all_gather.fsdp1 import refuse_fsdp1
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.all_gather.state_dict import forget_state_dict_hooks, keep_state_dicts_plain
 from fp8_torch_fsdp.config import Float8LinearConfig
-from fp8_torch_fsdp.layers.rebind import rebind
+from fp8_torch_fsdp.layers.rebind_forward import rebind
 from fp8_torch_fsdp.scales.delayed import DelayedScale
 from fp8_torch_fsdp.scales.weight import Fp8Weight
 
@@ -55,7 +55,7 @@ class WeightLayout:
     projections: bool = False
 
 
-class Distribution:
+class ParallelStrategy:
     """How a module works with its parameters: by default it has them whole when it computes.
 
     Under FSDP2 too, which gathers before the forward and before the backward.
@@ -73,12 +73,12 @@ class Distribution:
         output, bias = layer.fp8_matmul("weight", input, layer.weight), layer.bias
         return output if bias is None else with_bias(output, bias)
 
-    def __deepcopy__(self, memo: dict) -> "Distribution":
+    def __deepcopy__(self, memo: dict) -> "ParallelStrategy":
         """A copied layer works with the same ranks."""
         return self
 
 
-WHOLE = Distribution()
+WHOLE = ParallelStrategy()
 """The distribution of modules that have their whole parameters when they compute; it has no state."""
 
 
@@ -138,7 +138,7 @@ class WeightMatmul:
         # Without a watcher it is the object of before, for which compiled code was made.
         self.spec = self._unwatched if watcher is None else dataclasses.replace(self._unwatched, watch=watcher)
 
-    def distribute(self, distribution: "Distribution") -> None:
+    def distribute(self, distribution: "ParallelStrategy") -> None:
         """Gather whole weights as `distribution` does."""
         self.parts = distribution.parts
         self._unwatched = dataclasses.replace(self._unwatched, gather=distribution.gather)
@@ -207,7 +207,7 @@ class Float8Module(nn.Module):
     fp8: dict[str, WeightMatmul]
     fp8_config: Float8LinearConfig
     fp8_layout: WeightLayout
-    distribution: Distribution
+    distribution: ParallelStrategy
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Return what the forward of the original class returns for these inputs, with matmuls in FP8."""
@@ -264,7 +264,7 @@ class Float8Module(nn.Module):
         # Such a weight is at hand without a gather, so nobody frees its codes.
         return isinstance(weight, ShardedFloat8Weight)
 
-    def distribute(self, distribution: Distribution) -> None:
+    def distribute(self, distribution: ParallelStrategy) -> None:
         """Let the module exchange with other ranks what `distribution` says."""
         self.distribution = distribution
         for matmul in self.fp8.values():

@@ -18,7 +18,7 @@ from fp8_common import CastRecipe, Fp8Error
 from fp8_common.torch import casts, delayed, foreach
 from fp8_common.torch.compat import copy_each, keep_address, keep_versions
 from fp8_common.torch_layers.sharding.fsdp_forwards import in_backward
-from fp8_torch_fsdp.scales.stale import nan_if_stale
+from fp8_torch_fsdp.scales.invalidate import nan_if_stale
 
 logger = logging.getLogger(__name__)
 

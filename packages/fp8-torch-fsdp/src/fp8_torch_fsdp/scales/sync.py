@@ -24,11 +24,11 @@ from fp8_common.torch_layers.sharding import fsdp, fsdp_forwards
 from fp8_common.torch_layers.sharding.agreement import max_over_ranks
 from fp8_common.torch_layers.sharding.fsdp_forwards import in_backward
 from fp8_common.torch_layers.sharding.replaced import watch_optimizers
-from fp8_torch_fsdp.scales import delayed, steps
+from fp8_torch_fsdp.scales import delayed, optimizer_hook
 from fp8_torch_fsdp.scales.delayed import DelayedScale, delayed_scales
 from fp8_torch_fsdp.scales.forwards import Forwards
-from fp8_torch_fsdp.scales.groups import Group, Tree, sorted_by_ranks
 from fp8_torch_fsdp.scales.replicas import group_of_replicas
+from fp8_torch_fsdp.scales.sync_group import SyncGroup, Tree, sorted_by_ranks
 from fp8_torch_fsdp.scales.weight import Fp8Weight, Sent, amax_bits, fill_scales, quantize
 
 SETTLES_AFTER = 8
@@ -54,7 +54,7 @@ class ScaleSync:
     """
 
     def __init__(
-        self, root: nn.Module, groups: Sequence[Group], held: Sequence[fsdp.Shard] = (), *, sharded: bool = False
+        self, root: nn.Module, groups: Sequence[SyncGroup], held: Sequence[fsdp.Shard] = (), *, sharded: bool = False
     ) -> None:
         # Weakly: the root keeps this object alive.
         self._root = weakref.ref(root)
@@ -76,7 +76,7 @@ class ScaleSync:
                     scale.sync.release(scale)
                 scale.sync = self
             self._collect_parameters(root)
-            steps.watch(self)
+            optimizer_hook.watch(self)
         if sharded and isinstance(root, FSDPModule):
             fsdp_forwards.on_forwards(root, self._before_fsdp_forward, self._after_fsdp_forward)
         elif sharded:
@@ -87,7 +87,7 @@ class ScaleSync:
     @classmethod
     def of_module(cls, root: nn.Module) -> "ScaleSync":
         """Return a sync of the delayed scales under a root whose weights are not gathered in FP8."""
-        return cls(root, [Group(None, [], [scale for scale in delayed_scales(root) if scale.sync is None])])
+        return cls(root, [SyncGroup(None, [], [scale for scale in delayed_scales(root) if scale.sync is None])])
 
     @classmethod
     def at_first_gather(cls, weight: Fp8Weight) -> None:
@@ -112,7 +112,7 @@ class ScaleSync:
                     whole.replaced_by = "fully_shard"
                     watch_optimizers()
             self = cls(root, sorted_by_ranks(weights, delayed_scales(root), held), held, sharded=True)
-            steps.refuse_gathered(root)
+            optimizer_hook.refuse_gathered(root)
         with self._alone(root):
             self.begin(self.weights)
         self._running = fsdp.in_any_forward(root)
@@ -173,7 +173,7 @@ class ScaleSync:
     def _alone(self, root: nn.Module) -> contextlib.AbstractContextManager:
         # Layers write what they observe on the stream that computes, maybe of a layer that gathers nothing in FP8 and
         # ran before this gather, or runs beside it. Other scales are made and used by gathers alone.
-        return fsdp.alone_on_device(root) if self.scales else contextlib.nullcontext()
+        return fsdp.exclusive_on_device(root) if self.scales else contextlib.nullcontext()
 
     def before_forward(self, root: nn.Module, weights: Sequence[Fp8Weight], changed: bool | None = None) -> None:
         """Synchronize before a forward that multiplies by some of the weights.
@@ -258,7 +258,7 @@ class ScaleSync:
         for group in self.groups:
             group.due = due
 
-    def holds_one_of(self, parameters: Collection[torch.Tensor]) -> bool:
+    def owns_any_of(self, parameters: Collection[torch.Tensor]) -> bool:
         """Whether one of these parameters is one of the root: of the live root if there is none among those of before.
 
         Loads with `assign=True` put others in their place. Not in a backward, where each may have its own optimizer.
@@ -268,7 +268,7 @@ class ScaleSync:
             return True
         return root is not None and not in_backward() and any(id(one) in ids for one in root.parameters())
 
-    def note_step(self) -> None:
+    def on_optimizer_step(self) -> None:
         """Note that an optimizer of the model has stepped: the windows of delayed scaling are due."""
         for group in self.groups:
             group.due = True
@@ -304,7 +304,7 @@ class ScaleSync:
                 if only is None or weights or stands or not own.weights:
                     self._agree(own, weights, group or own.ranks or (self.replicas if own.due else None))
 
-    def _agree(self, own: Group, weights: list[Fp8Weight], ranks: dist.ProcessGroup | None) -> None:
+    def _agree(self, own: SyncGroup, weights: list[Fp8Weight], ranks: dist.ProcessGroup | None) -> None:
         parts = amax_bits(weights)
         for weight, bits in zip(weights, parts, strict=True):
             weight.own_bits, weight.newest = bits, None
@@ -323,7 +323,7 @@ class ScaleSync:
             if weight.shard is not None:
                 weight.shard.reshard()  # what was kept gathered after a forward, or by `unshard()`
 
-    def _settle(self, own: Group) -> None:
+    def _settle(self, own: SyncGroup) -> None:
         """After the first steps, note which scales are ready: amax and cast are one pass from then on."""
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if own.due and self._looks_left and not capturing:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fp8_common.torch_layers.sharding.fsdp import shards
-from fp8_torch_fsdp.scales import steps
+from fp8_torch_fsdp.scales import optimizer_hook
 from fp8_torch_fsdp.scales.weight import Fp8Weight
 
 
@@ -38,14 +38,14 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
     for weight in opened:
         weight.stands, weight.newest = True, None  # what was cast before may be of other values
     if opened:
-        steps.refuse_while_unchanged(model, opens=True)
+        optimizer_hook.refuse_while_unchanged(model, opens=True)
     try:
         yield
     finally:
         for weight in opened:
             weight.stands, weight.held = False, None
         if opened:
-            steps.refuse_while_unchanged(model, opens=False)
+            optimizer_hook.refuse_while_unchanged(model, opens=False)
 
 
 def _weights(model: nn.Module) -> list[Fp8Weight]:

@@ -19,7 +19,7 @@ Cast = Callable[[torch.Tensor], Quantized]
 """Quantizes a local matrix [rows, columns] with the scale that all ranks share."""
 
 
-class Place(NamedTuple):
+class ShardPlacement(NamedTuple):
     """Where a tensor is cut: the ranks, how, and its whole shape (None: all ranks hold equally much)."""
 
     mesh: DeviceMesh
@@ -34,7 +34,7 @@ class Place(NamedTuple):
         return DTensor.from_local(local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=stride)
 
 
-def gather_codes(local: torch.Tensor, cast: Cast, place: Place) -> GatheredWeight:
+def gather_codes(local: torch.Tensor, cast: Cast, place: ShardPlacement) -> GatheredWeight:
     """Return the whole tensor in FP8 from its parts.
 
     Args:
@@ -54,7 +54,7 @@ class GatherInput(torch.autograd.Function):
     """The parts of an activation become the whole in FP8; the ranks' gradients of it are summed and cut again."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, cast: Cast, place: Place) -> DTensor:
+    def forward(ctx: Any, local: torch.Tensor, cast: Cast, place: ShardPlacement) -> DTensor:
         """Return a replicated DTensor over FP8 codes."""
         ctx.place = place
         return DTensor.from_local(gather_codes(local, cast, place), place.mesh, [Replicate()], run_check=False)
@@ -75,7 +75,7 @@ class ReduceOutput(torch.autograd.Function):
         """Return this rank's part of the sum."""
         total = DTensor.from_local(partial.detach(), mesh, [Partial()], run_check=False)
         total = total.redistribute(placements=[placement])
-        ctx.cast, ctx.place = cast, Place(mesh, placement, total.shape)
+        ctx.cast, ctx.place = cast, ShardPlacement(mesh, placement, total.shape)
         return total.to_local()
 
     @staticmethod

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear.operand import quantize_tensorwise
 from fp8_torch_fsdp.layers.linear import Float8Linear
-from fp8_torch_fsdp.layers.module import Distribution, with_bias
-from fp8_torch_fsdp.tensor_parallel.exchange import Cast, GatherInput, Place, ReduceOutput
+from fp8_torch_fsdp.layers.module import ParallelStrategy, with_bias
+from fp8_torch_fsdp.tensor_parallel.exchange import Cast, GatherInput, ReduceOutput, ShardPlacement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TensorParallel(Distribution):
+class TensorParallel(ParallelStrategy):
     """What one layer exchanges.
 
     Attributes:
@@ -111,7 +111,7 @@ def gather_input(layer: Float8Linear, input: torch.Tensor, mesh: DeviceMesh, lay
         return placed
     if layer.config.shared.input != "codes":
         return placed.redistribute(placements=[Replicate()])
-    place = Place(mesh, placed.placements[0], placed.shape)
+    place = ShardPlacement(mesh, placed.placements[0], placed.shape)
     return GatherInput.apply(placed.to_local(), _caster(layer, "input", mesh.get_group(), layer.records), place)
 
 

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fp8_common import Fp8Error
 from fp8_torch_fsdp.layers.linear import Float8Linear
-from fp8_torch_fsdp.layers.module import Distribution, with_bias
+from fp8_torch_fsdp.layers.module import ParallelStrategy, with_bias
 from fp8_torch_fsdp.tensor_parallel.layers import Colwise, Rowwise
 
 
-class ByWeight(Distribution):
+class ByWeight(ParallelStrategy):
     """Decides in the first forward in which the weight is a DTensor."""
 
     def forward(self, layer: Float8Linear, input: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ class ByWeight(Distribution):
         return super().forward(layer, input)
 
 
-class Copies(Distribution):
+class Copies(ParallelStrategy):
     """Every rank holds the whole weight and computes the whole output."""
 
     def forward(self, layer: Float8Linear, input: Any) -> torch.Tensor:
@@ -41,7 +41,7 @@ class Copies(Distribution):
         return output if mesh is None else DTensor.from_local(output, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def distribution_of(weight: DTensor, *, has_bias: bool) -> Distribution:
+def distribution_of(weight: DTensor, *, has_bias: bool) -> ParallelStrategy:
     """Return how a layer works whose weight lies as `weight` does.
 
     Args:

@@ -15,8 +15,8 @@ from fp8_common.torch import torch_dtype
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.sharding.fsdp import pad_rows, unpad
 from fp8_torch_fsdp.layers.linear import Float8Linear
-from fp8_torch_fsdp.layers.module import Distribution, with_bias
-from fp8_torch_fsdp.scales.stale import nan_if_stale, tell_others_if_stale
+from fp8_torch_fsdp.layers.module import ParallelStrategy, with_bias
+from fp8_torch_fsdp.scales.invalidate import nan_if_stale, poison_codes_if_stale
 from fp8_torch_fsdp.scales.weight import Fp8Weight
 from fp8_torch_fsdp.traceable.ops import copy_in_backward
 from fp8_torch_fsdp.traceable.parameters import gathered
@@ -24,7 +24,7 @@ from fp8_torch_fsdp.traceable.placement import Placement, Started, local_of, pad
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class TraceableShards(Distribution):
+class TraceableShards(ParallelStrategy):
     """The weight of one layer, cut by rows; a `Gather` of it.
 
     Attributes:
@@ -72,7 +72,7 @@ class TraceableShards(Distribution):
             f"The FP8 scale of a weight of shape {tuple(own.region.full_shape)} is stale: the weight changed since "
             "the last forward of the root. Call the module that fully_shard_traceable was applied to.",
         )
-        tell_others_if_stale(codes, stale, grid.cast.fp8_format)
+        poison_codes_if_stale(codes, stale, grid.cast.fp8_format)
         return scale_inv, pad_rows(codes, own.padded_shape)
 
     def start(self, sent: tuple[Any, ...], grad: torch.Tensor | None) -> tuple[torch.Tensor | None, Started]:

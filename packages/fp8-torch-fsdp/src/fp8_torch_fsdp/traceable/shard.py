@@ -13,8 +13,8 @@ from fp8_common.torch_layers.sharding.scale_grid import Region
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.scales.delayed import delayed_scales
-from fp8_torch_fsdp.scales.groups import Group
 from fp8_torch_fsdp.scales.sync import ScaleSync
+from fp8_torch_fsdp.scales.sync_group import SyncGroup
 from fp8_torch_fsdp.scales.weight import Fp8Weight
 from fp8_torch_fsdp.traceable.linear import TraceableShards
 from fp8_torch_fsdp.traceable.parameters import gather_in_forward
@@ -66,7 +66,9 @@ def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -
         elif own:
             gather_in_forward(module, list(own), place)
     ranks = tuple(sorted(mesh.mesh.reshape(-1).tolist()))
-    group = Group(group_of_ranks(ranks, mesh.get_group(mesh.ndim - 1)), list(weights.values()), delayed_scales(model))
+    group = SyncGroup(
+        group_of_ranks(ranks, mesh.get_group(mesh.ndim - 1)), list(weights.values()), delayed_scales(model)
+    )
     ScaleSync(model, [group], sharded=True)
     return model
 

@@ -15,16 +15,16 @@ from torch.autograd.function import once_differentiable
 from fp8_common.errors import Fp8Error, Fp8UnsupportedError
 from fp8_common.torch.casts import MX_BLOCK
 from fp8_common.torch.compat import in_function_transform
-from fp8_common.torch.kept import KeptCast, RowsCast, ScaleState
+from fp8_common.torch.planned_casts import KeptCast, RowsCast, ScaleState
 from fp8_common.torch.quantized import Quantized, transpose
 from fp8_common.torch_layers.linear.config import LinearConfig
 from fp8_common.torch_layers.linear.grouped import RowGroups
-from fp8_common.torch_layers.linear.grouped_wide import has_few_rows, wide_experts
+from fp8_common.torch_layers.linear.grouped_high_precision import has_few_rows, wide_experts
 from fp8_common.torch_layers.linear.matmul import MatmulOptions
 from fp8_common.torch_layers.linear.operand import quantize_operand
 from fp8_common.torch_layers.linear.plan import Decided, LinearPlan, decide
 from fp8_common.torch_layers.linear.row_codes import RowCodes, decoded_rows
-from fp8_common.torch_layers.linear.rows import ROWS, Rows
+from fp8_common.torch_layers.linear.ungrouped import ROWS, UngroupedRows
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight, apart, recall, remember, together
 
 
@@ -256,7 +256,7 @@ class _Linear(torch.autograd.Function):
             grad_weight = product if gather is None else gather.start_reduce(product)
         if needs_x:
             weight = whole_weight() if weight is None else weight
-            weight = weight if ctx.weight.turned else turned_weight(config, weight)
+            weight = weight if ctx.weight.turned else transposed_weight(config, weight)
             grad_x = _grad_input(spec, matrix, weight, shared, plan.grad_input, rows)
             grad_x = grad_x if grad_x.dtype == ctx.dtype else grad_x.to(ctx.dtype)
             grad_x = grad_x if len(ctx.shape) == 2 else _reshaped(grad_x, ctx.shape)
@@ -266,7 +266,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _quantize(
-    rows: Rows,
+    rows: UngroupedRows,
     name: str,
     x: torch.Tensor,
     spec: LinearSpec,
@@ -287,7 +287,13 @@ def _quantize(
 
 
 def _quantize_folded(
-    rows: Rows, grad: torch.Tensor, weight_inv: torch.Tensor, spec: LinearSpec, decided: KeptCast | None, *, both: bool
+    rows: UngroupedRows,
+    grad: torch.Tensor,
+    weight_inv: torch.Tensor,
+    spec: LinearSpec,
+    decided: KeptCast | None,
+    *,
+    both: bool,
 ) -> Quantized:
     if both and isinstance(decided, RowsCast) and grad.shape == decided.shape and grad.is_contiguous():
         operand = decided(grad, fold=weight_inv.reshape(-1))
@@ -298,7 +304,9 @@ def _quantize_folded(
     return operand
 
 
-def saved_input(config: LinearConfig, x: torch.Tensor, operand: Quantized, rows: Rows) -> torch.Tensor | Quantized:
+def saved_input(
+    config: LinearConfig, x: torch.Tensor, operand: Quantized, rows: UngroupedRows
+) -> torch.Tensor | Quantized:
     """Return what the weight's gradient needs of the input [rows, columns]: an operand over rows, or the input.
 
     Where that gradient is computed in high precision, `fp8_saved_input` keeps the operand of the output instead.
@@ -313,7 +321,7 @@ def saved_input(config: LinearConfig, x: torch.Tensor, operand: Quantized, rows:
     return rows.quantize_over_rows(x, cast) if cast.enabled else operand
 
 
-def turned_weight(config: LinearConfig, weight: Quantized) -> Quantized:
+def transposed_weight(config: LinearConfig, weight: Quantized) -> Quantized:
     """Return a weight as the gradient of the input contracts it."""
     if config.weight.granularity == "mx":  # blocks lie along what is contracted, and only one plane was gathered
         return quantize_operand(transpose(weight.dequantize()), config.weight)
@@ -326,9 +334,9 @@ def _grad_input(
     weight: Quantized,
     shared: Quantized | None,
     options: MatmulOptions,
-    rows: Rows,
+    rows: UngroupedRows,
 ) -> torch.Tensor:
-    """Return dx = dy w [M, K] of a weight as `_turned`; its row scales are folded into dy [M, N] before its cast."""
+    """Return dx = dy w [M, K] of a weight as `_transposed`; row scales are folded into dy [M, N] before its cast."""
     if spec.config.shared.folds:
         # dx = sum over n of dy[m, n] * s[n] * codes[n, k]: the scale of a row of w belongs to the dimension that is
         # contracted here, where no FP8 matmul can apply it.
@@ -345,7 +353,7 @@ def _grad_weight(
     x: torch.Tensor | Quantized,
     shared: Quantized | None,
     options: MatmulOptions,
-    rows: Rows,
+    rows: UngroupedRows,
 ) -> torch.Tensor:
     """Return dw = dy^T x [N, K], contracted over the rows; in high precision where the recipe says so."""
     if config.shared.wide_grad_weight:

@@ -21,11 +21,11 @@ from fp8_common.torch._triton import launch, name_of, plans
 from fp8_common.torch.numerics import silu_mul, silu_mul_backward, torch_dtype
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear.config import LinearConfig
-from fp8_common.torch_layers.linear.function import LinearSpec, check, plan_of, saved_input, turned_weight
+from fp8_common.torch_layers.linear.function import LinearSpec, check, plan_of, saved_input, transposed_weight
+from fp8_common.torch_layers.linear.group_offsets import segment_amax, segment_quantize, transposed_rows
 from fp8_common.torch_layers.linear.grouped import RowGroups
-from fp8_common.torch_layers.linear.grouped_wide import has_few_rows
+from fp8_common.torch_layers.linear.grouped_high_precision import has_few_rows
 from fp8_common.torch_layers.linear.row_codes import RowCodes, decoded_rows
-from fp8_common.torch_layers.linear.segments import segment_amax, segment_quantize, transposed_rows
 from fp8_common.torch_layers.sharding.gathered import apart, recall, remember, together
 
 LONGEST_ROW = 16384
@@ -152,7 +152,7 @@ class _GatedMlp(torch.autograd.Function):
         for i, (spec, memory) in enumerate(zip(specs, ctx.memory, strict=True)):
             matrix = recall(memory, others[3 * i : 3 * i + 3], spec.name)
             matrix = spec.weight(weights[i], False, not ctx.compiled) if matrix is None else matrix
-            matrices.append(matrix if memory.turned else turned_weight(config, matrix))
+            matrices.append(matrix if memory.turned else transposed_weight(config, matrix))
         *ups, down = matrices
 
         def multiplied(operand: Quantized, weight: Quantized) -> torch.Tensor:
@@ -285,9 +285,9 @@ def gated_back(
         grad: The activation's gradient, bfloat16 [rows, hidden].
         fold: float32 [groups, hidden], or of gate and up, [groups, 2 hidden]: what rows are multiplied by first.
         up_fold: [groups, hidden], or None.
-        group: `Groups.of_row`.
-        source: `Groups.source`.
-        of_place: `Groups.of_place`.
+        group: `GroupOffsets.of_row`.
+        source: `GroupOffsets.source`.
+        of_place: `GroupOffsets.of_place`.
         ends: int32 [groups], where the padded groups end.
         fmt: The format.
         policy: The rule for the scales.

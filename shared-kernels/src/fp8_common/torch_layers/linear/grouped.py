@@ -11,19 +11,19 @@ from fp8_common.errors import Fp8Error
 from fp8_common.formats import FORMATS
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch import casts
-from fp8_common.torch.kept import ScaleState
+from fp8_common.torch.planned_casts import ScaleState
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch_layers.linear import grouped_matmul, segments
+from fp8_common.torch_layers.linear import group_offsets, grouped_matmul
+from fp8_common.torch_layers.linear.group_offsets import BLOCK, GroupOffsets
 from fp8_common.torch_layers.linear.matmul import MatmulOptions
 from fp8_common.torch_layers.linear.operand import quantize_operand
 from fp8_common.torch_layers.linear.row_codes import decoded_rows
-from fp8_common.torch_layers.linear.rows import Rows
-from fp8_common.torch_layers.linear.segments import BLOCK, Groups
+from fp8_common.torch_layers.linear.ungrouped import UngroupedRows
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight, quantized
 
 
-class RowGroups(Groups, Rows):
-    """Rows of which each group's end is given; weights are stacks [groups, out_features, columns]. See `Groups`."""
+class RowGroups(GroupOffsets, UngroupedRows):
+    """Rows whose groups end at given offsets; weights are stacks [groups, out_features, columns]."""
 
     grouped = True
 
@@ -47,7 +47,7 @@ class RowGroups(Groups, Rows):
                 f"Group offsets must be int32 or int64 [{groups}] on {rows.device}, one for each expert, got {found}."
             )
         if groups:
-            segments.check_offsets(offsets, rows.shape[0])
+            group_offsets.check_offsets(offsets, rows.shape[0])
 
     def checked(self, weight: Quantized) -> Quantized:
         """Return the weight with scales that are NaN if the offsets do not fit, where `check` did not look at them.
@@ -56,7 +56,7 @@ class RowGroups(Groups, Rows):
         """
         if self.known_on_host or not self.count:
             return weight
-        fits = segments.offsets_fit(self.given, self.rows)
+        fits = group_offsets.offsets_fit(self.given, self.rows)
         scale_inv = weight.scale_inv.masked_fill(~fits, torch.nan)
         turned = weight.transposed
         if turned is not None:  # there are none but those of rows, whose scales it has turned
@@ -87,12 +87,12 @@ class RowGroups(Groups, Rows):
         if cast.static_scale is not None:
             scale = torch.full((self.count,), cast.static_scale, dtype=torch.float32, device=x.device)
         else:
-            amax = segments.segment_amax(x, self.of_row, self.count, False)
+            amax = group_offsets.segment_amax(x, self.of_row, self.count, False)
             if delayed is None:
                 scale = casts.scale_from_amax(amax, fmt, cast.policy)
             else:
                 scale = delayed.current(amax, record, self.filled)
-        codes = segments.segment_quantize(x, self.of_row, scale, fmt, amax)
+        codes = group_offsets.segment_quantize(x, self.of_row, scale, fmt, amax)
         return Quantized(codes, casts.reciprocal(scale), fmt)
 
     def quantize_folded(self, x: torch.Tensor, weight_inv: torch.Tensor, cast: CastRecipe, *, both: bool) -> Quantized:
@@ -123,14 +123,14 @@ class RowGroups(Groups, Rows):
             return self.quantize(x, cast, None, record=False, both=False)
         fmt = FORMATS[cast.format]
         rowwise = cast.granularity == "rowwise"
-        if rowwise and self.count and segments.casts_columns(x, fmt, cast.policy):
+        if rowwise and self.count and group_offsets.casts_columns(x, fmt, cast.policy):
             ends = self.offsets.int()
-            turned, scale_inv = segments.group_columns(x, ends, self.padded[1], self.padded_rows, fmt, cast.policy)
+            turned, scale_inv = group_offsets.group_columns(x, ends, self.padded[1], self.padded_rows, fmt, cast.policy)
             return Quantized(turned, scale_inv[..., None], fmt)
         places, count = (self.of_row, self.count) if rowwise else self.blocks()
-        amax = segments.segment_amax(x, places, count, True)
+        amax = group_offsets.segment_amax(x, places, count, True)
         scale = casts.scale_from_amax(amax, fmt, cast.policy)
-        codes, scale_inv = segments.segment_quantize(x, places, scale, fmt, amax), casts.reciprocal(scale)
+        codes, scale_inv = group_offsets.segment_quantize(x, places, scale, fmt, amax), casts.reciprocal(scale)
         return Quantized(codes, scale_inv[:, None], fmt) if rowwise else Quantized(codes, scale_inv, fmt, (BLOCK, 1))
 
     def over_rows(self, operand: Quantized) -> Quantized:

@@ -21,14 +21,21 @@ from fp8_common.torch.blocks import Block
 from fp8_common.torch.compat import assume_constant_result, scaled_grouped_mm
 from fp8_common.torch.decoding import values
 from fp8_common.torch.quantized import Quantized
+from fp8_common.torch_layers.linear.group_offsets import (
+    BLOCK,
+    PADDED,
+    GroupOffsets,
+    check_offsets,
+    transposed_rows,
+    zero_rows,
+)
 from fp8_common.torch_layers.linear.matmul import ALIGNMENT, MatmulOptions, device_capability, matmul, rows_library
-from fp8_common.torch_layers.linear.segments import BLOCK, PADDED, Groups, check_offsets, transposed_rows, zero_rows
 
 CAPABILITY_OF_BFLOAT16 = (8, 0)
 """The first for which it has grouped matmuls of bfloat16."""
 
 
-def matmul_rows(a: Quantized, b: Quantized, groups: Groups, options: MatmulOptions) -> torch.Tensor:
+def matmul_rows(a: Quantized, b: Quantized, groups: GroupOffsets, options: MatmulOptions) -> torch.Tensor:
     """Return for each row of `a` its product with the matrix of its group, zeros for rows of no group.
 
     Args:
@@ -63,7 +70,7 @@ def matmul_rows(a: Quantized, b: Quantized, groups: Groups, options: MatmulOptio
     return torch.where(inside[:, None], y, 0).bfloat16()
 
 
-def matmul_over_rows(a: Quantized, b: Quantized, groups: Groups, options: MatmulOptions) -> torch.Tensor:
+def matmul_over_rows(a: Quantized, b: Quantized, groups: GroupOffsets, options: MatmulOptions) -> torch.Tensor:
     """Return a.T @ b over the rows of each group, zeros for an empty one.
 
     Args:
@@ -78,7 +85,7 @@ def matmul_over_rows(a: Quantized, b: Quantized, groups: Groups, options: Matmul
     path = path_of(a, b, options)
     if path == "looped":
         return _looped(_as_rows(a, groups), _as_rows(b, groups), groups, options, over_rows=True)
-    a_codes, b_codes, ends = _turned(a, groups), _turned(b, groups).t(), groups.padded[1]
+    a_codes, b_codes, ends = _transposed(a, groups), _transposed(b, groups).t(), groups.padded[1]
     if path != "bfloat16":
         a_inv = a.scale_inv.reshape(groups.count, -1).expand(groups.count, a_codes.shape[0])
         b_inv = b.scale_inv.reshape(groups.count, -1).expand(groups.count, b_codes.shape[1])
@@ -204,7 +211,7 @@ def multiply_over_rows(
     """Return bfloat16 [groups, N, K], a @ b.T over the columns of each group; zeros for an empty one.
 
     Args:
-        a: Codes [N, padded rows], see `Groups.padded`.
+        a: Codes [N, padded rows], see `GroupOffsets.padded`.
         b: Codes [K, padded rows].
         a_inv: float32 [groups, N], scales back from FP8.
         b_inv: float32 [groups, K], alike.
@@ -242,7 +249,7 @@ def _grouped_mm(
     return F.grouped_mm(*decoded, offs=offsets).float()
 
 
-def _turned(x: Quantized, groups: Groups) -> torch.Tensor:
+def _transposed(x: Quantized, groups: GroupOffsets) -> torch.Tensor:
     """Return codes as the hardware takes them in a matmul over the rows of groups: [columns, padded rows]."""
     return x.codes if is_turned(x) else transposed_rows(x.codes, groups.source)
 
@@ -252,7 +259,7 @@ def is_turned(x: Quantized) -> bool:
     return x.scale_inv.ndim == 3 and x.scale_inv.shape[1:] == (x.codes.shape[0], 1) and x.codes.shape[1] >= PADDED
 
 
-def _as_rows(x: Quantized, groups: Groups) -> Quantized:
+def _as_rows(x: Quantized, groups: GroupOffsets) -> Quantized:
     """Return codes [rows, columns], and scales [groups, 1, columns], of what is turned."""
     if not is_turned(x):
         return x
@@ -263,7 +270,9 @@ def _as_rows(x: Quantized, groups: Groups) -> Quantized:
 # ---------------------------------------------------------------- group after group
 
 
-def _looped(a: Quantized, b: Quantized, groups: Groups, options: MatmulOptions, *, over_rows: bool) -> torch.Tensor:
+def _looped(
+    a: Quantized, b: Quantized, groups: GroupOffsets, options: MatmulOptions, *, over_rows: bool
+) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         return (_each_over_rows if over_rows else _each_rows)(a, b, groups.offsets, options)
     return grouped_matmul(
@@ -348,7 +357,7 @@ def grouped_matmul(
     return each(first, second, offsets, MatmulOptions(out_dtype, emulate, fast, inner, outer, rows=rows))
 
 
-def multiply_rows_wide(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
+def multiply_rows_wide(a: torch.Tensor, b: torch.Tensor, groups: GroupOffsets) -> torch.Tensor:
     """Return [rows, N]: rows [rows, K] times the matrix of their group, [groups, K, N]; zeros for rows of no group."""
     if _multiplies_wide(a, b.shape[-1]):
         y = F.grouped_mm(a.contiguous(), b, offs=groups.offsets.int())
@@ -356,7 +365,7 @@ def multiply_rows_wide(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torc
     return grouped_rows_wide(a, b, groups.offsets)
 
 
-def multiply_over_rows_wide(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
+def multiply_over_rows_wide(a: torch.Tensor, b: torch.Tensor, groups: GroupOffsets) -> torch.Tensor:
     """Return [groups, N, K], a.T @ b over the rows of each group, of [rows, N] and [rows, K] of one dtype."""
     if _multiplies_wide(a, b.shape[-1]):
         padded = [torch.where((groups.source >= 0)[:, None], x[groups.source.clamp(min=0)], 0) for x in (a, b)]

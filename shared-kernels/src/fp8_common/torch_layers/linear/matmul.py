@@ -29,8 +29,8 @@ from fp8_common.torch.compat import (
     scaled_mm,
 )
 from fp8_common.torch.quantized import Quantized
+from fp8_common.torch_layers.linear.group_offsets import transposed_rows
 from fp8_common.torch_layers.linear.operand import BLOCK_1X128
-from fp8_common.torch_layers.linear.segments import transposed_rows
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from fp8_common.formats import FORMATS, Format
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch import casts
 from fp8_common.torch.delayed import cast_delayed
-from fp8_common.torch.kept import ScaleState, quantize_delayed
 from fp8_common.torch.numerics import amax_bits, amax_of
+from fp8_common.torch.planned_casts import ScaleState, quantize_delayed
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.sharding.agreement import max_over_ranks
 

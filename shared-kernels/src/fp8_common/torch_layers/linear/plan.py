@@ -6,7 +6,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from fp8_common.recipe import CastRecipe
-from fp8_common.torch.kept import KeptCast, kept_cast
+from fp8_common.torch.planned_casts import KeptCast, kept_cast
 from fp8_common.torch_layers.linear.config import LinearConfig
 from fp8_common.torch_layers.linear.matmul import MatmulOptions, decoded_dtype, rows_library, should_emulate
 
@@ -35,7 +35,7 @@ class LinearPlan(NamedTuple):
     """What is decided once.
 
     Attributes:
-        input: The cast of contiguous inputs [rows, columns]; None where `Rows.quantize` decides each time.
+        input: The cast of contiguous inputs [rows, columns]; None where `UngroupedRows.quantize` decides each time.
         grad_output: The same of contiguous gradients [rows, out_features].
         output: How the matmul that makes the output runs.
         grad_input: The same of the gradient of the input.

@@ -326,7 +326,7 @@ def before_gathers(root: nn.Module, prepare: Callable[[nn.Module], None]) -> Non
 
 
 @contextlib.contextmanager
-def alone_on_device(root: nn.Module) -> Iterator[None]:
+def exclusive_on_device(root: nn.Module) -> Iterator[None]:
     """Do what is inside after all that was issued before, on any stream, and before all that is issued later.
 
     The host waits for the device twice. For work inside of a gather, which is on a stream of FSDP2's own: which stream

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fp8_common import Fp8Error
 from fp8_common.torch.compat import local_of
 from fp8_common.torch_layers.sharding import fsdp
-from fp8_te_init.te import KEEPS, TeWeight, fp8_of, kind_of
+from fp8_te_init.transformer_engine import KEEPS, TeWeight, fp8_of, kind_of
 from fp8_te_init.weight.state import Release
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ _unchanged: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def watch(sync: Any) -> None:
-    """Call `sync.note_step()` after each step of an optimizer for whose parameters `sync.holds_one_of` is true."""
+    """Call `sync.on_optimizer_step()` after each step of an optimizer whose parameters `sync.owns_any_of`."""
     _watched.add(sync)
     _register()
 
@@ -36,8 +36,8 @@ def _register() -> None:
 def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for sync in list(_watched):
-        if sync.holds_one_of(held):
-            sync.note_step()
+        if sync.owns_any_of(held):
+            sync.on_optimizer_step()
 
 
 def refuse_while_unchanged(model: nn.Module, *, opens: bool) -> None:

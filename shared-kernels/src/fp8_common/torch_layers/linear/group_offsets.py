@@ -1,4 +1,4 @@
-"""`Groups`: where groups of rows lie; and operations on segments of rows that look at their values.
+"""`GroupOffsets`: where groups of rows lie; and operations on segments of rows that look at their values.
 
 They are operators to compilers, and none waits for a GPU. A segment is a run of consecutive rows, int32 [rows], never
 falling.
@@ -28,7 +28,7 @@ PADDED = 16
 """What divides the rows of each group in a matmul contracted over rows, as the hardware wants contracted dimensions."""
 
 
-class Groups:
+class GroupOffsets:
     """Consecutive groups of rows, of which each group's end is given.
 
     Args:
@@ -199,8 +199,8 @@ def group_columns(
     Args:
         x: float16, bfloat16 or float32 [rows of x, columns], contiguous.
         ends: int32 [groups], where each group ends in x.
-        padded_ends: int32 [groups], where each ends in the codes; `Groups.padded`.
-        rows: `Groups.padded_rows`.
+        padded_ends: int32 [groups], where each ends in the codes; `GroupOffsets.padded`.
+        rows: `GroupOffsets.padded_rows`.
         fmt: The format.
         policy: The rule for the scales.
 
@@ -208,7 +208,7 @@ def group_columns(
         float8 [columns, rows], zeros behind the codes of each group and anything behind the last one; float32
         [groups, columns].
     """
-    groups = Groups(ends, x.shape[0])
+    groups = GroupOffsets(ends, x.shape[0])
     scale = casts.scale_from_amax(segment_amax(x, groups.of_row, groups.count, True), fmt, policy)
     codes = segment_quantize(x, groups.of_row, scale, fmt, None)
     return transposed_rows(codes, groups.source), casts.reciprocal(scale)
@@ -237,13 +237,15 @@ def segment_quantize(
 def zero_rows(y: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     """Return y [n, ...], a new tensor of nobody else, with zeros where bool `keep` [n] is False."""
     if y.is_contiguous() and launches(y):
-        clear_rows(y, keep)
+        fill_rows_with_zeros(y, keep)
         return y
     return torch.where(keep.view(-1, *(1 for _ in y.shape[1:])), y, 0)
 
 
 def _transposed_by_kernel(codes: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:
-    plan = plans().turn_rows(len(codes) if source is None else len(source), codes.shape[1], index=source is not None)
+    plan = plans().transpose_rows(
+        len(codes) if source is None else len(source), codes.shape[1], index=source is not None
+    )
     given = {"q_ptr": codes.contiguous().view(torch.uint8), "source_ptr": source}
     return launch(plan, codes.device, **given)[0].view(codes.dtype)
 
@@ -297,10 +299,10 @@ def offsets_fit(offsets: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 @operator(lambda y, keep: None, mutates=("y",))
-def clear_rows(y: torch.Tensor, keep: torch.Tensor) -> None:
+def fill_rows_with_zeros(y: torch.Tensor, keep: torch.Tensor) -> None:
     """Write zeros to the entries of `y` [n, ...] whose bool in `keep` [n] is False: a few, where all else stays."""
     if not (takes(y) and y.is_contiguous()):
         y.masked_fill_(~keep.view(-1, *(1 for _ in y.shape[1:])), 0)
     elif y.numel():
-        plan = plans().clear_rows(len(keep), y.numel() // len(keep), name_of(y.dtype))
+        plan = plans().fill_rows_with_zeros(len(keep), y.numel() // len(keep), name_of(y.dtype))
         launch(plan, y.device, y_ptr=y, keep_ptr=keep.view(torch.uint8))

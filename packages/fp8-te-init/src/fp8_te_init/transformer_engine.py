@@ -127,7 +127,7 @@ class TeWeight:
         """Bytes of the scales."""
         return (self._tensor._scale_inv if self._kind == PER_TENSOR else self._tensor._rowwise_scale_inv).nbytes
 
-    def wide_scale_inv(self) -> torch.Tensor:
+    def expanded_scale_inv(self) -> torch.Tensor:
         """Return the float32 scale back from FP8, a scalar."""
         if self._kind != PER_TENSOR:
             raise Fp8UnsupportedError(f'fallback="dither" is for weights with one scale; this is a {self._kind}.')
@@ -137,7 +137,7 @@ class TeWeight:
         """Return float32 [n, columns], dequantized."""
         if self._kind != PER_TENSOR:
             return self._tensor.dequantize(dtype=torch.float32).view(self.own_codes.shape)
-        return decoding.values(self.own_codes.view(torch_dtype(self.fmt)), self.fmt) * self.wide_scale_inv()
+        return decoding.values(self.own_codes.view(torch_dtype(self.fmt)), self.fmt) * self.expanded_scale_inv()
 
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
         """Return uint8 codes of values [n, columns], with the present scale or as the tensor's own quantizer does.
@@ -147,7 +147,7 @@ class TeWeight:
         if self._kind != PER_TENSOR:
             made = self._tensor._quantizer(values.to(self.dtype).view(self._tensor.shape))
             return made._rowwise_data.view(torch.uint8).view(self.own_codes.shape)
-        inverse = self.wide_scale_inv()
+        inverse = self.expanded_scale_inv()
         nearest = casts.reciprocal(inverse)
         # rounding makes the reciprocal of the reciprocal another number at times, at most one step on either side
         others = [torch.nextafter(nearest, torch.full_like(nearest, end)) for end in (0.0, torch.inf)]

@@ -44,7 +44,7 @@ def bypass_owg(
     if isinstance(inner, optax.MultiSteps):
         raise Fp8Error(
             "bypass_owg of optax.MultiSteps would roll amax histories at every micro-batch. Take "
-            "fp8_jax_owg.optax.MultiSteps, which is not wrapped in bypass_owg."
+            "fp8_jax_owg.optimizers.MultiSteps, which is not wrapped in bypass_owg."
         )
     optimizer = optax.with_extra_args_support(inner)
 
@@ -134,7 +134,7 @@ class MultiSteps:
         with jax.numpy_dtype_promotion("standard"):
             trained = _parts(params, self.trained)[0]
             changes, inner = self._parameters.update(parameters, state.parameters, trained, **extra)
-        seen = jax.tree.map(cotangents.meet, state.overwritten, overwritten)
+        seen = jax.tree.map(cotangents.combine_max, state.overwritten, overwritten)
         due = self._parameters.has_updated(inner)
         nothing = jax.tree.map(jnp.zeros_like, seen)
         # `due` is known only when the program runs: both are computed, and one is selected.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fp8_common import Fp8Error, Fp8UnsupportedError, GradientCompression, Rule, Rules, select_modules
 from fp8_common.torch_layers.sharding.fsdp import Shard, check_gathers, named_shards, shards
-from fp8_torch_fsdp.all_gather.collective import Float8AllGather, GatheredMatrix
+from fp8_torch_fsdp.all_gather.mx_all_gather import Float8AllGather, MatrixGatherStats
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.convert.roles import roles_of
 from fp8_torch_fsdp.reduce_scatter import Float8ReduceScatter, RandomState
@@ -156,6 +156,6 @@ class CompressedCommunication(RandomState):
             undo()
         self._undo.clear()
 
-    def report(self) -> list[GatheredMatrix]:
+    def report(self) -> list[MatrixGatherStats]:
         """Return what a gather does to each matrix as it is now. All ranks call it; one small all-reduce for each."""
-        return [GatheredMatrix.of(name, shard) for name, shard in self._matrices.items()]
+        return [MatrixGatherStats.of(name, shard) for name, shard in self._matrices.items()]

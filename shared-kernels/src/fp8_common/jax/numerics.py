@@ -63,7 +63,7 @@ def as_float32(x: ArrayLike, what: str = "x") -> jax.Array:
     return as_input(x, what).astype(jnp.float32)
 
 
-def as_codes(codes: ArrayLike, fmt: str | Format) -> jax.Array:
+def to_uint8_codes(codes: ArrayLike, fmt: str | Format) -> jax.Array:
     """Return `codes` as uint8, bitcasting arrays of the format's own dtype.
 
     Raises:

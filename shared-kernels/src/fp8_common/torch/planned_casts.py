@@ -117,7 +117,7 @@ class TensorwiseCast:
         one: tuple[int, ...] = (),
     ) -> None:
         self.shape = torch.Size(shape)
-        self._turned = tuple(shape)[::-1] if both else None
+        self._transposed = tuple(shape)[::-1] if both else None
         self._fmt, self._policy, self._one, self._with_scale = fmt, policy, one, with_scale
         self._name, self._codes = name_of(dtype), torch_dtype(fmt)
         size = self.shape.numel()
@@ -150,11 +150,11 @@ class TensorwiseCast:
         if launch is None:
             launch = self._casts[names] = self._decided(given, fits)
         transposed = None
-        if self._turned is None:
+        if self._transposed is None:
             given["y_ptr"] = codes = torch.empty_like(x, dtype=self._codes)
         else:
             given["y_ptr"] = codes = torch.empty(self.shape, dtype=self._codes, device=device)
-            given["yt_ptr"] = transposed = torch.empty(self._turned, dtype=self._codes, device=device)
+            given["yt_ptr"] = transposed = torch.empty(self._transposed, dtype=self._codes, device=device)
         given["scale_inv_ptr"] = scale_inv = new(self._one, dtype=torch.float32, device=device)
         scale = None
         if self._with_scale:
@@ -168,7 +168,7 @@ class TensorwiseCast:
         known, record, check = given["scale_ptr"].dtype == torch.float32, "own_key_ptr" in given, "late_ptr" in given
         delayed = plans().Delayed(fits, record, check) if known or "delayed_ptr" in given else None
         rule = {"policy": None if known else self._policy, "delayed": delayed}
-        if self._turned is None:
+        if self._transposed is None:
             return plans().cast(self.shape.numel(), self._name, self._fmt, **rule)
         return plans().cast_transpose(*self.shape, self._name, self._fmt, **rule, with_scale=self._with_scale)
 
@@ -222,7 +222,7 @@ class RowsCast:
         return of_both(self._fmt, codes, transposed, *scale_inv.view(-1, 1).split(self._sizes))
 
 
-class TurnedRowsCast:
+class TransposedRowsCast:
     """The launch that casts contiguous matrices [M, N], M % 4 == 0, with scales of rows, and writes them both ways.
 
     Args:
@@ -238,19 +238,19 @@ class TurnedRowsCast:
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, fmt: Format, policy: ScalePolicy) -> None:
         self.shape, self._fmt = torch.Size(shape), fmt
         *stack, m, n = shape
-        self._turned = torch.Size((*stack, n, m))
-        self._launch = plans().rowwise_turned(m, n, name_of(dtype), fmt, policy, self.shape[:-2].numel())
+        self._transposed = torch.Size((*stack, n, m))
+        self._launch = plans().rowwise_transposed(m, n, name_of(dtype), fmt, policy, self.shape[:-2].numel())
 
     def raw(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return codes [..., M, N], the same [..., N, M], and scales back from FP8 [..., M]."""
         codes, turned, scale_inv = _triton.launch(self._launch, x.device, x_ptr=x)
         if len(self.shape) == 2:
             return codes, turned, scale_inv
-        return codes.view(self.shape), turned.view(self._turned), scale_inv.view(self.shape[:-1])
+        return codes.view(self.shape), turned.view(self._transposed), scale_inv.view(self.shape[:-1])
 
     def __call__(self, x: torch.Tensor, state: object = None, record: bool = False) -> Quantized:
         """Cast a matrix or stack. Nothing is known of earlier steps."""
-        return of_turned_rows(self._fmt, *self.raw(x))
+        return of_transposed_rows(self._fmt, *self.raw(x))
 
 
 class BlocksCast:
@@ -289,8 +289,10 @@ def of_both(
     return Quantized(codes, scale_inv, fmt, None, Quantized(transposed, turned_inv, fmt))
 
 
-def of_turned_rows(fmt: Format, codes: torch.Tensor, transposed: torch.Tensor, scale_inv: torch.Tensor) -> Quantized:
-    """Return what `TurnedRowsCast.raw` made: the transpose has the scales of its columns."""
+def of_transposed_rows(
+    fmt: Format, codes: torch.Tensor, transposed: torch.Tensor, scale_inv: torch.Tensor
+) -> Quantized:
+    """Return what `TransposedRowsCast.raw` made: the transpose has the scales of its columns."""
     return Quantized(codes, scale_inv[..., None], fmt, None, Quantized(transposed, scale_inv[..., None, :], fmt))
 
 
@@ -313,7 +315,7 @@ def has_both(x: torch.Tensor, *, stacks: bool = False) -> bool:
     return (x.ndim == 2 or (stacks and x.ndim == 3)) and x.is_contiguous() and x.numel() > 0 and x.shape[-2] % 4 == 0
 
 
-KeptCast = PlainCast | TensorwiseCast | RowsCast | TurnedRowsCast | BlocksCast
+KeptCast = PlainCast | TensorwiseCast | RowsCast | TransposedRowsCast | BlocksCast
 
 
 def kept_cast(
@@ -342,7 +344,7 @@ def kept_cast(
     if shape[-2] % 4:
         return None
     if turned:
-        return TurnedRowsCast(shape, x.dtype, fmt, policy)
+        return TransposedRowsCast(shape, x.dtype, fmt, policy)
     if granularity == "rowwise":
         return RowsCast(shape, x.dtype, fmt, policy, fold=fold)
     return BlocksCast(shape, x.dtype, fmt, policy, BLOCKS[granularity])

@@ -1,4 +1,4 @@
-"""`Rows`: how the rows of an activation are quantized and multiplied where one weight multiplies them all.
+"""`UngroupedRows`: how the rows of an activation are quantized and multiplied where one weight multiplies them all.
 
 `grouped.RowGroups` has the same methods for rows in groups, each with a weight of its own.
 """
@@ -6,14 +6,14 @@
 import torch
 
 from fp8_common.recipe import CastRecipe
-from fp8_common.torch.kept import ScaleState
+from fp8_common.torch.planned_casts import ScaleState
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear.matmul import matmul
 from fp8_common.torch_layers.linear.operand import quantize_folded, quantize_operand
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight, quantized
 
 
-class Rows:
+class UngroupedRows:
     """Rows [rows, columns] that one weight [out_features, columns] multiplies."""
 
     grouped = False
@@ -64,5 +64,5 @@ class Rows:
         return a.t() @ b
 
 
-ROWS = Rows()
+ROWS = UngroupedRows()
 """Rows without groups have no state."""

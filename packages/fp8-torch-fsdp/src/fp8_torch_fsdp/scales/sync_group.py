@@ -1,4 +1,4 @@
-"""`Group`: what the same ranks agree on, in one all-reduce; `Tree`: whether a model has changed since."""
+"""`SyncGroup`: what the same ranks agree on, in one all-reduce; `Tree`: whether a model has changed since."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from fp8_torch_fsdp.scales.weight import Fp8Weight
 
 
 @dataclasses.dataclass(eq=False)
-class Group:
+class SyncGroup:
     """What the same ranks agree on, in one all-reduce.
 
     Attributes:
@@ -58,7 +58,7 @@ def sorted_by_ranks(
     scales: Sequence[DelayedScale],
     held: Sequence[Shard],
     meshes: Sequence[DeviceMesh] = (),
-) -> list[Group]:
+) -> list[SyncGroup]:
     """Sort by the ranks that agree: those that hold a weight, also for the delayed scales of its layer.
 
     Args:
@@ -67,10 +67,10 @@ def sorted_by_ranks(
         held: All of its parameters that FSDP2 shards.
         meshes: Those of parameters that something else distributes, tensor parallelism for example.
     """
-    groups: dict[dist.ProcessGroup | None, Group] = {}
+    groups: dict[dist.ProcessGroup | None, SyncGroup] = {}
 
-    def of(ranks: dist.ProcessGroup | None) -> Group:
-        return groups.setdefault(ranks, Group(ranks))
+    def of(ranks: dist.ProcessGroup | None) -> SyncGroup:
+        return groups.setdefault(ranks, SyncGroup(ranks))
 
     for weight in weights:
         # delayed scaling combines what all ranks with a copy observe: then weights join these, for one reduction

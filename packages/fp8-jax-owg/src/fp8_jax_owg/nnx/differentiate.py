@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from flax.nnx import filterlib
 
-from fp8_jax_owg import gradients as transforms
+from fp8_jax_owg import differentiate as transforms
 from fp8_jax_owg.nnx.operations import is_overwritten
 from fp8_jax_owg.step import apply_updates
 

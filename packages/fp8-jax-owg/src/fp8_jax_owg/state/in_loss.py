@@ -2,10 +2,10 @@
 
 Before a loss runs, all pairs of a model become live in one vectorised pass: a live leaf holds everything that a matmul
 reads of a pair, with the scales for the usual formats. It takes the place of the scale; the history stays beside it, as
-a constant that nothing reads. `Live` names its places.
+a constant that nothing reads. `LiveIndex` names its places.
 
-What uses observe comes back as the cotangent of the live leaf, whose first places `Seen` names: the amax, a *witness*
-of it, the scale that was used, equal for all uses, and a constant. The witness is a monotone function of the amax and
+What uses observe comes back as the cotangent of the live leaf, whose first places `ObservationIndex` names: the amax,
+a *witness* of it, the scale that was used, equal for all uses, and a constant. The witness is a monotone function of the amax and
 far from linear. So the maximum of both is consistent, and a sum, a mean, a scaled or clipped gradient is not; the
 constant tells what was computed with inside of the loss. Whatever combines observations in another way than by MAX
 makes the next state NaN instead of wrong.
@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 from fp8_common import CANONICAL, E4M3, E5M2, Format, Fp8Error
-from fp8_common.jax.arrays import NAN_KEY, divide_nearest, float_key, from_bits, to_bits, varying_axes
+from fp8_common.jax.numerics import NAN_KEY, divide_nearest, float_key, from_bits, to_bits, varying_axes
 from fp8_jax_owg.derivatives import check_derivative
 from fp8_jax_owg.scaling import DelayedScaling, Scaling, Tensor
 from fp8_jax_owg.state import cotangents
@@ -44,7 +44,7 @@ from fp8_jax_owg.state.cotangents import (
 from fp8_jax_owg.state.pairs import Pair, check_float32
 
 
-class Live(enum.IntEnum):
+class LiveIndex(enum.IntEnum):
     """Places of a live leaf, float32 [..., 7]."""
 
     STORED = 0  # the scale back that the last step has left
@@ -56,7 +56,7 @@ class Live(enum.IntEnum):
     BACK_E5M2 = 6
 
 
-class Seen(enum.IntEnum):
+class ObservationIndex(enum.IntEnum):
     """Places of the cotangent of a live leaf; nothing is said in the others."""
 
     AMAX = 0
@@ -65,14 +65,17 @@ class Seen(enum.IntEnum):
     CANARY = 3  # a constant
 
 
-WIDTH = len(Live)
-MADE: dict[Format, tuple[Live, Live]] = {E4M3: (Live.INTO_E4M3, Live.BACK_E4M3), E5M2: (Live.INTO_E5M2, Live.BACK_E5M2)}
+WIDTH = len(LiveIndex)
+MADE: dict[Format, tuple[LiveIndex, LiveIndex]] = {
+    E4M3: (LiveIndex.INTO_E4M3, LiveIndex.BACK_E4M3),
+    E5M2: (LiveIndex.INTO_E5M2, LiveIndex.BACK_E5M2),
+}
 """Where scales lie that are made for all tensors at once."""
 SMALLEST_SCALE_INV, GREATEST_SCALE_INV = np.float32(2.0**-100), np.float32(2.0**126)
 GREATEST_KEY = np.int32(0x7F7FFFFF)
 CANARY = np.float32(1 / 3)
 """What every use observes beside its amax, and no arithmetic leaves as it is: rounding does not, nor does adding."""
-CONSTANT_PLACES = np.array([CANARY.view(np.int32)] + [NOT_OBSERVED_BITS] * (WIDTH - len(Seen)), np.int32)
+CONSTANT_PLACES = np.array([CANARY.view(np.int32)] + [NOT_OBSERVED_BITS] * (WIDTH - len(ObservationIndex)), np.int32)
 """The bits of what is observed behind the scale; as integers, among which `jax_debug_infs` stops at no constant."""
 NAN_BITS = np.int32(NAN_KEY)
 LOWEST_UNSOUND, MINUS_INFINITY = np.int32(-(2**31) + 2 * 0x00800000), np.float32(-np.inf).view(np.int32)
@@ -83,7 +86,7 @@ PLAIN = (
     "FP8 state is differentiated by plain jax.grad, which adds up what several uses of one state observe: in a loop, "
     "a pipeline, a layer that is called twice. Take fp8_jax_owg.value_and_grad, which combines it by MAX. An optimizer "
     "must not see the state, or the next step is NaN: use fp8_jax_owg.linen.TrainState, or "
-    "fp8_jax_owg.optax.bypass_owg(tx) with fp8_jax_owg.apply_updates."
+    "fp8_jax_owg.optimizers.bypass_owg(tx) with fp8_jax_owg.apply_updates."
 )
 """What plain gradients of state are told."""
 
@@ -121,7 +124,7 @@ def is_at_rest(pair: Pair) -> bool:
 
 def stored_scale(live: jax.Array) -> jax.Array:
     """Return the scale that the last step has left in a live leaf [..., 1] of `fp8_state`; float32 [...]."""
-    return lax.stop_gradient(unshare_leaf(live)[..., Live.STORED])
+    return lax.stop_gradient(unshare_leaf(live)[..., LiveIndex.STORED])
 
 
 # ---------------------------------------------------------------- from rest
@@ -242,12 +245,12 @@ def scales_of(live: Mapping[Tensor, jax.Array], scaling: Scaling) -> dict[Tensor
     if scaling.margin == 0 and scaling.amax_compute_algo == "max" and all(fmt in MADE for fmt in formats):
         return {tensor: [one[i] for i in MADE[fmt]] for (tensor, one), fmt in zip(live.items(), formats, strict=True)}
     rows = jnp.stack(list(live.values()))
-    amax = rows[:, Live.GREATEST]
+    amax = rows[:, LiveIndex.GREATEST]
     if scaling.amax_compute_algo == "most_recent":
-        newest = jnp.maximum(to_bits(rows[:, Live.NEWEST]), np.int32(0))
+        newest = jnp.maximum(to_bits(rows[:, LiveIndex.NEWEST]), np.int32(0))
         amax = from_bits(jnp.where(to_bits(amax) > INFINITY_KEY, NAN_BITS, newest))
     limits = np.array([fmt.max * 2.0**-scaling.margin for fmt in formats], np.float32)
-    into, back = lax.optimization_barrier(jnp.stack(_scales(rows[:, Live.STORED], amax, limits)))
+    into, back = lax.optimization_barrier(jnp.stack(_scales(rows[:, LiveIndex.STORED], amax, limits)))
     return dict(zip(live, zip(into, back, strict=True), strict=True))
 
 
@@ -270,7 +273,7 @@ def observation(amax: jax.Array, back: jax.Array, live: jax.Array) -> jax.Array:
     return cotangents.from_numbers(found) if is_state(live) else cotangents.encode(found)
 
 
-def in_gradient(pairs: Sequence[Pair], cotangents_of: Sequence[jax.Array]) -> list[Pair]:
+def to_gradient(pairs: Sequence[Pair], cotangents_of: Sequence[jax.Array]) -> list[Pair]:
     """Return what uses have observed in the shape of pairs, as gradients hold it.
 
     Args:
@@ -289,10 +292,12 @@ def _seen_rows(scale: jax.Array, cotangent: jax.Array) -> jax.Array:
     """Return the scale as gradients hold it, amax and witness, [..., 3]."""
     known = cotangents.decode(cotangent)
     is_known = cotangents.is_observed(known)
-    amax, seen_witness, back, canary = jnp.moveaxis(jnp.where(is_known, cotangent, 0)[..., : len(Seen)], -1, 0)
+    amax, seen_witness, back, canary = jnp.moveaxis(
+        jnp.where(is_known, cotangent, 0)[..., : len(ObservationIndex)], -1, 0
+    )
     # what was computed with, or is said in other places, as the gradient of a penalty is: a witness of no amax
-    foreign = is_known[..., len(Seen) :].any(-1)
-    foreign |= is_known[..., Seen.AMAX] & (canary != CANARY)
+    foreign = is_known[..., len(ObservationIndex) :].any(-1)
+    foreign |= is_known[..., ObservationIndex.AMAX] & (canary != CANARY)
     seen_witness = jnp.where(foreign, jnp.finfo(jnp.float32).max, seen_witness)
     # the scale of a state that no step can have left is NaN, and says nothing
     used = jnp.where(back > 0, back, scale[..., 0])
@@ -307,7 +312,7 @@ def next_pair(old: Pair, gradient: Pair) -> Pair:
 
     Args:
         old: The pair at rest.
-        gradient: Its gradient, from `in_gradient` and combined by MAX. Or next values, as plain `jax.grad` gives them.
+        gradient: Its gradient, from `to_gradient` and combined by MAX. Or next values, as plain `jax.grad` gives them.
     """
     scale, history = (cotangents.decode(x) for x in gradient)
     observed = cotangents.is_observed(scale) & (scale < 0)
@@ -373,8 +378,8 @@ def _rest_forward(shared: bool, scale: Any, history: Any) -> tuple[jax.Array, Pa
 def _rest_backward(shared: bool, pair: Pair, g: Any) -> tuple[Any, ...]:
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         return None, None
-    after = next_pair(pair, *in_gradient([pair], [g]))
-    observed = cotangents.is_observed(cotangents.decode(g[..., Seen.AMAX]))[..., None]
+    after = next_pair(pair, *to_gradient([pair], [g]))
+    observed = cotangents.is_observed(cotangents.decode(g[..., ObservationIndex.AMAX]))[..., None]
     return tuple(cotangents.encode(cotangents.observed_where(jnp.broadcast_to(observed, x.shape), x)) for x in after)
 
 

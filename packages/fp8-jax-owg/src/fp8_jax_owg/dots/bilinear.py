@@ -18,13 +18,22 @@ from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
 from fp8_common import Fp8Error
-from fp8_common.jax.arrays import as_native, vary_alike
 from fp8_common.jax.casts import selects_kernels, traced_capability
+from fp8_common.jax.numerics import as_native, vary_alike
 from fp8_jax_owg.derivatives import check_derivative
-from fp8_jax_owg.dots.operands import Cast, Fp8Param, Kernel, Master, as_codes, as_kernel, cast_operand, may_spread
+from fp8_jax_owg.dots.operands import (
+    Cast,
+    Fp8Param,
+    Kernel,
+    Master,
+    as_kernel,
+    cast_operand,
+    may_spread,
+    to_uint8_codes,
+)
 from fp8_jax_owg.scaling import TENSORS, CurrentScaling, DelayedScaling, Scaling, ScalingChoice, Tensor, as_scaling
 from fp8_jax_owg.state.cotangents import first_order_only, is_shared, like, reverse_mode_only
-from fp8_jax_owg.state.live import UnsharedStateWarning, as_live, observation, scales_of
+from fp8_jax_owg.state.in_loss import UnsharedStateWarning, as_live, observation, scales_of
 from fp8_jax_owg.state.pairs import Meta, pair_of
 
 FROZEN = (
@@ -82,7 +91,7 @@ class Bilinear:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Product:
+class BilinearCall:
     """What is static about one call.
 
     Attributes:
@@ -136,7 +145,7 @@ def multiply(
         with reverse_mode_only():
             return how.by_row(lhs, rhs, found, result)
     how = how.with_transposes(lhs, rhs)
-    product = Product(how=how, scaling=found, tensors=tensors, dtype=result, operand_dtypes=dtypes, master=master)
+    product = BilinearCall(how=how, scaling=found, tensors=tensors, dtype=result, operand_dtypes=dtypes, master=master)
     lhs, rhs, extra = vary_alike((lhs, rhs, extra), live)
     with reverse_mode_only():
         return _multiply(product, lhs, rhs, extra, live)
@@ -177,11 +186,11 @@ def match_state(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: LiveState) -> jax.Array:
+def _multiply(product: BilinearCall, lhs: jax.Array, rhs: Kernel, extra: Any, live: LiveState) -> jax.Array:
     return _forward_once(product, lhs, rhs, extra, live)[0]
 
 
-def _forward(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: LiveState) -> tuple[jax.Array, Any]:
+def _forward(product: BilinearCall, lhs: jax.Array, rhs: Kernel, extra: Any, live: LiveState) -> tuple[jax.Array, Any]:
     lhs, rhs = jax.tree.map(first_order_only, (lhs, rhs))
     scaling, scales = product.scaling, scales_of(live, product.scaling)
     how, splits = product.how, product.how.splits
@@ -202,7 +211,7 @@ def _forward(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: Li
     seen = [like(x.amax, live[tensor]) for tensor, x in (("input", a), ("kernel", b)) if x.amax is not None]
     numbers = jnp.stack(vary_alike([a.back, b.back, *scales.get("output_grad", ()), *seen]))
     # Of the live leaves only how they are mapped matters: nothing reads their numbers again.
-    saved = as_codes(a.transposed), as_codes(b.values)
+    saved = to_uint8_codes(a.transposed), to_uint8_codes(b.values)
     if not splits and selects_kernels() and not any(map(may_spread, saved)):
         # These codes are multiplied as well. XLA on GPUs would run their kernel again to write them into a loop's
         # stack; of arrays that are spread over devices it would gather both.
@@ -214,7 +223,7 @@ def _forward(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: Li
 _forward_once = jax.jit(_forward, static_argnums=0, inline=True)
 
 
-def _backward(product: Product, residuals: Any, g: Any) -> tuple[Any, ...]:
+def _backward(product: BilinearCall, residuals: Any, g: Any) -> tuple[Any, ...]:
     a, b, numbers, extra, live = residuals
     if isinstance(g, jax.custom_derivatives.SymbolicZero):  # what nobody computed arrives as an object, not an array
         shaped: Any = g.aval
@@ -249,7 +258,7 @@ def _backward(product: Product, residuals: Any, g: Any) -> tuple[Any, ...]:
     return d_lhs, d_rhs, None, observed
 
 
-def _forward_rule(product: Product, lhs: Any, rhs: Any, extra: Any, live: Any) -> tuple[jax.Array, Any]:
+def _forward_rule(product: BilinearCall, lhs: Any, rhs: Any, extra: Any, live: Any) -> tuple[jax.Array, Any]:
     # with symbolic_zeros=True each argument tells beside its value whether it has a tangent
     def has_flag(node: Any) -> bool:
         return hasattr(node, "perturbed")

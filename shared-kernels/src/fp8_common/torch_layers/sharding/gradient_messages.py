@@ -1,6 +1,6 @@
 """Messages of gradients as FP8 codes: rounding into the rows that ranks send, and the sum of what arrives.
 
-Each block of 128 elements has a power-of-two scale of its own. The definition is in `fp8_common._reference.gradients`.
+Each block of 128 elements has a power-of-two scale of its own. Defined in `fp8_common._reference.gradient_messages`.
 On GPUs each direction is one kernel; elsewhere it is made of the references.
 """
 
@@ -8,7 +8,7 @@ import itertools
 
 import torch
 
-from fp8_common._reference.gradients import BLOCK, MessageRows
+from fp8_common._reference.gradient_messages import BLOCK, MessageRows
 from fp8_common._reference.rounding import random_bits
 from fp8_common.formats import Format
 from fp8_common.policy import POWER_OF_2

@@ -26,7 +26,7 @@ def nan_if_stale(scale: torch.Tensor, stale: torch.Tensor, message: str) -> torc
     return scale.masked_fill(stale, torch.nan)
 
 
-def tell_others_if_stale(codes: torch.Tensor, stale: torch.Tensor, fmt: Format) -> None:
+def poison_codes_if_stale(codes: torch.Tensor, stale: torch.Tensor, fmt: Format) -> None:
     """Write NaN to the first row of FP8 codes that other ranks will gather, if they were made with a stale scale.
 
     They have the scale that this rank does not use any more.

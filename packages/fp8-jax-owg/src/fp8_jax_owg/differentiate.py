@@ -26,7 +26,7 @@ from fp8_jax_owg.state.cotangents import (
     share_leaf,
     unshare_leaf,
 )
-from fp8_jax_owg.state.live import in_gradient, is_at_rest, make_live, stored_scale
+from fp8_jax_owg.state.in_loss import is_at_rest, make_live, stored_scale, to_gradient
 from fp8_jax_owg.state.moves import arrays_alone, combining
 from fp8_jax_owg.state.pairs import check_float32, find_pairs, merge, owg_flags, split, take
 from fp8_jax_owg.state.share import share
@@ -163,7 +163,7 @@ def _differentiate(
         value, gradients = jax.value_and_grad(loss, has_aux=has_aux)(values)
         for i in set(shared) - live:
             gradients[i] = cotangents.zero_where_nothing(gradients[i])
-        seen = in_gradient(pairs, [gradients[place.scale] for place in found])
+        seen = to_gradient(pairs, [gradients[place.scale] for place in found])
         for place, pair in zip(found, seen, strict=True):
             gradients[place.scale], gradients[place.history] = pair
         return value, gradients

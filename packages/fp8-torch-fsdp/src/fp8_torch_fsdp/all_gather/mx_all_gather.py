@@ -138,7 +138,7 @@ class _Part:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class GatheredMatrix:
+class MatrixGatherStats:
     """What a gather does to one matrix.
 
     Attributes:
@@ -157,7 +157,7 @@ class GatheredMatrix:
     error: float
 
     @classmethod
-    def of(cls, name: str, param: Shard) -> "GatheredMatrix":
+    def of(cls, name: str, param: Shard) -> "MatrixGatherStats":
         """Look at the weight as it is now; all ranks call this, for one all-reduce of four numbers."""
         values = param.local.detach().to(param.device, param.wire_dtype).flatten(1)
         found = torch.zeros(4, dtype=torch.float64, device=param.device)

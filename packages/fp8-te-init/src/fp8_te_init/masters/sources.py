@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from fp8_common import Fp8Error
 from fp8_common.torch.compat import distributed_like, local_of
 from fp8_common.torch_layers.sharding.fsdp import region_of
-from fp8_te_init.te import fp8_of
+from fp8_te_init.transformer_engine import fp8_of
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def part_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distributed_like(like, own.detach().to(local.device, copy=True))
 
 
-def tell_of_master(parameter: torch.Tensor, master: torch.Tensor, *, rounds: bool) -> None:
+def register_master(parameter: torch.Tensor, master: torch.Tensor, *, rounds: bool) -> None:
     """Let an FP8 weight know its master, which other optimizers of it then share.
 
     Args:
