@@ -3,7 +3,8 @@
     python -m benchmarks.gradient_error [--quick]
 
 All ranks are rows of one array, rounded and summed by the NumPy definition (`fp8_common._reference.gradient_messages`),
-and compared with the float64 sum. "byte model" are gradients of one weight of a small language model after 60 steps, each
+and compared with the float64 sum.
+"byte model" are gradients of one weight of a small language model after 60 steps, each
 rank with a batch of its own.
 """
 

@@ -34,7 +34,7 @@ from fp8_common._machine import (
 )
 from fp8_common._text_table import aligned
 from fp8_common.errors import Fp8Error
-from fp8_common.hardware import GATHER, Device, Path, cast_path, matmul_path, native_formats
+from fp8_common.hardware import GATHER, Device, PathStatus, cast_path, matmul_path, native_formats
 from fp8_common.monitoring.watch import watch
 from fp8_common.plugin import PluginReport, discover
 from fp8_common.recipe import GRANULARITIES
@@ -185,7 +185,7 @@ def _doctor(options: argparse.Namespace) -> int:
     return int(any(plugin.problem for plugin in plugins))
 
 
-def paths(machine: Machine, device: Device, choice: Backend) -> tuple[Path, ...]:
+def paths(machine: Machine, device: Device, choice: Backend) -> tuple[PathStatus, ...]:
     """Return every FP8 path on one device of the machine."""
     cast = cast_path(device, backend=choice, triton=machine.versions.get("triton"))
     return (cast, *(matmul_path(device, granularity) for granularity in GRANULARITIES), GATHER)
@@ -239,7 +239,7 @@ def _device_row(device: Device) -> tuple[str, str]:
     return device.label, f"{device.name}, {'multiplies ' + ' and '.join(formats) if formats else 'no FP8 units'}"
 
 
-def _plugin_lines(plugins: Sequence[PluginReport], shown: Sequence[Path]) -> list[str]:
+def _plugin_lines(plugins: Sequence[PluginReport], shown: Sequence[PathStatus]) -> list[str]:
     """Return what each plugin says; of its paths that were `shown` before, the names alone."""
     if not plugins:
         return ["  none installed; fp8-torch-fsdp is the one for PyTorch FSDP2"]
@@ -255,7 +255,7 @@ def _plugin_lines(plugins: Sequence[PluginReport], shown: Sequence[Path]) -> lis
     return lines
 
 
-def _path_lines(found: Sequence[Path], indent: str) -> list[str]:
+def _path_lines(found: Sequence[PathStatus], indent: str) -> list[str]:
     """Return a line for each status and reason, with the names of all paths that share them."""
     folded = _folded(((path.status, path.why), path.name) for path in found)
     return aligned([(status, f"{names}: {why}") for (status, why), names in folded], indent)

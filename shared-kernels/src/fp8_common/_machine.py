@@ -21,11 +21,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib import resources
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 from fp8_common.errors import Fp8Error
-from fp8_common.hardware import Device, Path, Status, cast_path, matmul_path, native_formats
+from fp8_common.hardware import Device, PathStatus, Status, cast_path, matmul_path, native_formats
 from fp8_common.recipe import Granularity
 
 _log = logging.getLogger(__name__)
@@ -82,13 +82,13 @@ class Machine:
         """The device that work runs on: the first accelerator, else the CPU."""
         return self.devices[1] if len(self.devices) > 1 else self.devices[0]
 
-    def matmul_path(self, granularity: Granularity) -> Path:
+    def matmul_path(self, granularity: Granularity) -> PathStatus:
         """Return how products of one granularity run on the accelerator."""
         return matmul_path(self.accelerator, granularity)
 
-    def plugin_path(self, name: str, status: Status, why: str) -> Path:
-        """Return a path that only a plugin knows of, with its status and the reason; see `fp8_common.hardware.Path`."""
-        return Path(name=name, status=status, why=why)
+    def plugin_path(self, name: str, status: Status, why: str) -> PathStatus:
+        """Return a path that only a plugin knows of, with its status and the reason; see `fp8_common.hardware.PathStatus`."""
+        return PathStatus(name=name, status=status, why=why)
 
 
 def detect() -> Machine:
@@ -223,7 +223,7 @@ def processor_name() -> str:
     """Return the processor's name."""
     # On Linux `platform.processor()` is empty or the machine type; /proc/cpuinfo has the name.
     try:
-        for line in FilePath("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError as error:

@@ -77,7 +77,7 @@ class Device:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Path:
+class PathStatus:
     """One thing that FP8 code does, how it is done here, and why.
 
     Attributes:
@@ -92,7 +92,7 @@ class Path:
     why: str
 
 
-GATHER = Path(
+GATHER = PathStatus(
     name="all-gather",
     status="native",
     why="FP8 data travels as uint8, which every backend carries (gloo refuses float8, NCCL does below sm_90).",
@@ -156,21 +156,21 @@ def own_grouped(choice: GroupedMatmuls, product: GroupedProduct, rows_per_expert
     return least is not None and rows_per_expert >= least
 
 
-def grouped_path(device: Device) -> Path:
+def grouped_path(device: Device) -> PathStatus:
     """Return how torch multiplies groups of rows, those of experts, on the device."""
     name, label, capability = "groups of rows", device.label, device.capability
     if device.kind != "nvidia" or capability is None or capability < (8, 0):
-        return Path(name=name, status="emulated", why=f"{label}: one group after the other.")
+        return PathStatus(name=name, status="emulated", why=f"{label}: one group after the other.")
     if capability != GROUPED_CAPABILITY:
         why = f"{label}: codes are decoded and multiplied by torch.nn.functional.grouped_mm."
-        return Path(name=name, status="emulated", why=why)
+        return PathStatus(name=name, status="emulated", why=why)
     table = f"own kernels multiply {len(OWN_GROUPED)} shapes, the library all others"
     if not OWN_GROUPED:
         table = "no own kernel was measured to be 1.15 times as fast, so the library multiplies all shapes"
-    return Path(name=name, status="native", why=f'{label}: {table}; GemmConfig(grouped="own") takes own kernels.')
+    return PathStatus(name=name, status="native", why=f'{label}: {table}; GemmConfig(grouped="own") takes own kernels.')
 
 
-def matmul_path(device: Device, granularity: Granularity) -> Path:
+def matmul_path(device: Device, granularity: Granularity) -> PathStatus:
     """Return how the device multiplies operands of one granularity."""
     formats, native = " and ".join(native_formats(device)), False
     if not formats:
@@ -181,10 +181,10 @@ def matmul_path(device: Device, granularity: Granularity) -> Path:
     else:
         native, support = _scale_support(device, granularity)
         why = f" multiplies {formats}; {support}" if native else f": {support}"
-    return Path(name=granularity, status="native" if native else "emulated", why=f"{device.label}{why}.")
+    return PathStatus(name=granularity, status="native" if native else "emulated", why=f"{device.label}{why}.")
 
 
-def cast_path(device: Device, *, backend: Backend, triton: str | None) -> Path:
+def cast_path(device: Device, *, backend: Backend, triton: str | None) -> PathStatus:
     """Return how values are cast to FP8 on the device.
 
     Args:
@@ -193,14 +193,14 @@ def cast_path(device: Device, *, backend: Backend, triton: str | None) -> Path:
         triton: Version of the installed Triton, or None.
     """
     if backend == "reference":
-        return Path(name="cast", status="reference", why=f"{BACKEND_VARIABLE}=reference asks for it.")
+        return PathStatus(name="cast", status="reference", why=f"{BACKEND_VARIABLE}=reference asks for it.")
     # Asked for every backend but "reference": "auto" falls back with the reason, "triton" refuses with it.
     obstacle = _triton_obstacle(device, triton)
     if obstacle is None:
-        return Path(name="cast", status="native", why=f"Triton {triton} kernels run on {device.label}.")
+        return PathStatus(name="cast", status="native", why=f"Triton {triton} kernels run on {device.label}.")
     if backend == "triton":
-        return Path(name="cast", status="unavailable", why=f"{BACKEND_VARIABLE}=triton, but {obstacle}.")
-    return Path(name="cast", status="reference", why=f"{obstacle[0].upper()}{obstacle[1:]}.")
+        return PathStatus(name="cast", status="unavailable", why=f"{BACKEND_VARIABLE}=triton, but {obstacle}.")
+    return PathStatus(name="cast", status="reference", why=f"{obstacle[0].upper()}{obstacle[1:]}.")
 
 
 def _no_units(device: Device) -> str:

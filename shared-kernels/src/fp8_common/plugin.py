@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from fp8_common import __version__
 from fp8_common._machine import Machine, first_line
 from fp8_common.errors import Fp8Error, Fp8UnsupportedError
-from fp8_common.hardware import Path
+from fp8_common.hardware import PathStatus
 from fp8_common.policy import Record
 
 __all__ = ["Machine", "PluginInfo", "Record", "check_version", "extra"]
@@ -51,7 +51,7 @@ class PluginInfo:
     name: str
     version: str
     summary: str
-    paths: tuple[Path, ...] = ()
+    paths: tuple[PathStatus, ...] = ()
     certify: str | None = None
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8_common.torch_layers.linear import matmul
+from fp8_common.torch_layers.linear import group_offsets, matmul
 from fp8_common.torch_layers.linear.grouped import RowGroups
 from fp8_common.torch_layers.linear.matmul import row_major
 

@@ -11,8 +11,7 @@ import pytest
 
 from fp8_common import __version__, advise
 from fp8_common import _command as command
-from fp8_common.hardware import Device
-from fp8_common.hardware import Path as HardwarePath
+from fp8_common.hardware import Device, PathStatus
 from fp8_common.plugin import Machine, PluginInfo, PluginReport
 
 CPU = Device(kind="cpu", name="a processor")
@@ -24,7 +23,7 @@ MACHINE = Machine(
     versions={"numpy": "2.1", "triton": "3.6.0"},
     notes=("Something to know.",),
 )
-WIRE = HardwarePath(name="wire", status="native", why="It can.")
+WIRE = PathStatus(name="wire", status="native", why="It can.")
 INFO = PluginInfo(name="fp8-torch-fsdp", version="0.1.0", summary="FP8 all-gather.", paths=(WIRE,))
 GOOD = PluginReport(entry="torch-fsdp = x:y", info=INFO)
 BROKEN = PluginReport(entry="bad = x:y", problem="ImportError: no such thing")

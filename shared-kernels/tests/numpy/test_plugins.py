@@ -7,11 +7,11 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from fp8_common import Fp8UnsupportedError, __version__
-from fp8_common.hardware import Device, Path
+from fp8_common.hardware import Device, PathStatus
 from fp8_common.plugin import GROUP, Machine, PluginInfo, check_version, discover, version_conflict
 
 MACHINE = Machine(system="s", python="3", cores=1, devices=(Device(kind="cpu", name="c"),), versions={})
-PATH = Path(name="all-gather", status="native", why="because.")
+PATH = PathStatus(name="all-gather", status="native", why="because.")
 
 
 def info(name="my-plugin", version="3.1"):

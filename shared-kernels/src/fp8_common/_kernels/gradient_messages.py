@@ -2,8 +2,8 @@
 
 Row r of a message is what goes to, or came from, rank r: codes, then a float32 scale for every 128 of them (see
 `fp8_common._reference.gradient_messages.MessageRows`). Element j of row r takes its random bits from word j % 4 of
-counter `offset` + 32 * ceil(C / 128) * r + j // 4: a row begins with a new block of counters. Bits come from Philox 4x32-10:
-the key is the 64-bit seed (low word first), the counter its (low word, high word, 0, 0); `fp8_common.random_bits` draws
+counter `offset` + 32 * ceil(C / 128) * r + j // 4: a row begins with a new block of counters. Bits come from Philox
+4x32-10: the key is the 64-bit seed (low word first), the counter its (low word, high word, 0, 0); `fp8_common.random_bits` draws
 the same on NumPy. The rule of rounding is `fp8_common.encode_stochastic`.
 """
 

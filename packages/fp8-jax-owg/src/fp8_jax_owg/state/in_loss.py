@@ -5,8 +5,8 @@ reads of a pair, with the scales for the usual formats. It takes the place of th
 a constant that nothing reads. `LiveIndex` names its places.
 
 What uses observe comes back as the cotangent of the live leaf, whose first places `ObservationIndex` names: the amax,
-a *witness* of it, the scale that was used, equal for all uses, and a constant. The witness is a monotone function of the amax and
-far from linear. So the maximum of both is consistent, and a sum, a mean, a scaled or clipped gradient is not; the
+a *witness* of it, the scale that was used, equal for all uses, and a constant. The witness is a monotone function of the
+amax and far from linear. So the maximum of both is consistent, and a sum, a mean, a scaled or clipped gradient is not; the
 constant tells what was computed with inside of the loss. Whatever combines observations in another way than by MAX
 makes the next state NaN instead of wrong.
 
