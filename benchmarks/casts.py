@@ -30,7 +30,7 @@ import fp8_common.torch
 from benchmarks import _aot as aot
 from benchmarks._common import median_ratio, options, save, table, take_turns
 from benchmarks._sass import Sass, disassemble
-from fp8_common.presets import flax
+from fp8_common.presets import te_delayed
 
 # ---------------------------------------------------------------- machine code
 
@@ -192,7 +192,7 @@ def beside_peers(x: np.ndarray, dtype: str) -> Iterator[tuple[str, Runs]]:
 
     def delayed(x: jax.Array) -> object:
         window, _ = f8j.update_history(history, f8j.amax(x))
-        made = f8j.amax_to_scale(jnp.max(history), "e4m3", flax(), scale[0])
+        made = f8j.amax_to_scale(jnp.max(history), "e4m3", te_delayed(), scale[0])
         return f8j.quantize(x, made, "e4m3"), made, window
 
     def flax_delayed(x: jax.Array) -> object:

@@ -19,7 +19,7 @@ from fp8_common._reference import quantize as q
 from fp8_common._reference import rounding, scaling
 from fp8_common.formats import DATA_FORMATS, FORMATS
 from fp8_common.policy import CANONICAL, HISTORY_ALGOS, MX_MODES, POWER_OF_2, HistoryAlgo, ScalePolicy
-from fp8_common.presets import deepgemm, flax, msamp, mx, te_current, te_delayed, torchao
+from fp8_common.presets import mx, te_current, te_delayed
 from fp8_common.testing.inputs import adversarial, adversarial_amax, all_codes, special_values
 
 FILE = Path(__file__).with_name("vectors.json")
@@ -35,14 +35,6 @@ POLICIES: dict[str, ScalePolicy] = {
     "te_current": te_current(),
     "te_current_pow2": te_current(pow2=True),
     "te_current_eps": te_current(eps=2.0**-10),
-    "torchao": torchao(),
-    "torchao_power_of_2": torchao(power_of_2=True),
-    "flax": flax(),
-    "flax_margin_4": flax(margin=4),
-    "msamp": msamp(),
-    "msamp_margin_1": msamp(margin=1),
-    "deepgemm": deepgemm(),
-    "deepgemm_ue8m0": deepgemm(ue8m0=True),
     "power_of_2_stable": dataclasses.replace(POWER_OF_2, stable=True),
     **{f"mx_{mode}": mx(mode) for mode in MX_MODES},
 }

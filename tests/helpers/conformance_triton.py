@@ -94,7 +94,7 @@ def _scales(amax, fmt, policy, prev):
     """Let the update of delayed scaling make scales: what is not finite leaves its window of one as zero does."""
     alike = policy.zero == policy.nonfinite == "previous"
     # a stable policy has no history, so the update takes one rule for all formats
-    need(amax.ndim == 1 and policy.formula != "descale" and alike and not policy.stable, fmt, policy)
+    need(amax.ndim == 1 and alike and not policy.stable, fmt, policy)
     scale = torch.ones_like(amax) if prev is None else prev
     return delayed_step(torch.zeros(1, *amax.shape), amax, scale, fmt, policy)[1:]
 

@@ -109,11 +109,10 @@ class ScalePolicy(Record):
         power_of_2: Round the scale down to a power of two, exactly, by clearing its mantissa.
         eps: An amax below this counts as this; 0 switches it off.
         zero: What an amax of zero gives: the previous scale, 1.0, or `fmt.max / eps` ("eps").
-        nonfinite: What an infinite or NaN amax gives: the previous scale, 1.0, or the bare quotient ("propagate").
+        nonfinite: Scale for an infinite or NaN amax: the previous scale or 1.0.
         upper: Largest scale.
         lower: Smallest scale.
-        formula: "divide" is `max * 2^-margin / amax`; "divide_then_margin" rounds and may overflow before the margin;
-            "descale" divides amax by max first and stores that (DeepGEMM); "e8m0" makes a power of two per MX block.
+        formula: "divide" is `max * 2^-margin / amax`; "e8m0" is one power of two for each MX block.
         mx_mode: Rounding mode of "e8m0".
         history: Length of the amax history of delayed scaling; 0 is current scaling.
         algo: How delayed scaling reduces its history.
@@ -126,10 +125,10 @@ class ScalePolicy(Record):
     power_of_2: bool = False
     eps: float = 0.0
     zero: Literal["previous", "one", "eps"] = "previous"
-    nonfinite: Literal["previous", "one", "propagate"] = "previous"
+    nonfinite: Literal["previous", "one"] = "previous"
     upper: float = SCALE_MAX
     lower: float = SCALE_MIN
-    formula: Literal["divide", "divide_then_margin", "descale", "e8m0"] = "divide"
+    formula: Literal["divide", "e8m0"] = "divide"
     mx_mode: MxMode = "rceil"
     history: int = 0
     algo: HistoryAlgo = "max"

@@ -136,5 +136,5 @@ def test_versions_name_what_is_installed():
 
 def test_a_processor_without_a_file_has_a_name(monkeypatch):
     assert machine.processor_name()
-    monkeypatch.setattr(machine.FilePath, "read_text", lambda self: Path("/no/such/file").read_bytes())
+    monkeypatch.setattr(machine.Path, "read_text", lambda self: Path("/no/such/file").read_bytes())
     assert machine.processor_name()

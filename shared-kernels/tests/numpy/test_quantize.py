@@ -6,7 +6,7 @@ import pytest
 
 import fp8_common as f8
 from fp8_common.policy import MX_MODES
-from fp8_common.presets import deepgemm, mx, torchao
+from fp8_common.presets import mx, te_current
 from fp8_common.testing import assert_same_bits, midpoints
 
 SEED = 17
@@ -72,7 +72,7 @@ CUTS |= {f"MX {mode}": microscaled(mode) for mode in MX_MODES}
     shape=[(5, 300), (130, 140), (1, 1), (3, 128), (2, 3, 129), (0, 128), (4, 0), (257,)],
     fmt=f8.DATA_FORMATS,
     dtype=DTYPES,
-    policy=[f8.CANONICAL, f8.POWER_OF_2, torchao(), deepgemm(ue8m0=True)],
+    policy=[f8.CANONICAL, f8.POWER_OF_2, te_current(eps=1e-12), te_current(pow2=True)],
 )
 def test_every_part_is_cast_and_comes_back_as_a_tensor_of_its_own(cut, shape, fmt, dtype, policy):
     if len(shape) == 1 and cut in ("128x128", "3x50"):

@@ -81,7 +81,7 @@ STABLE = {"stable": True, "power_of_2": True}
         ({**STABLE, "margin": -1}, "stable=True needs .*, margin=-1"),
         ({**STABLE, "margin": 14}, "stable=True needs .*, margin=14"),
         ({**STABLE, "history": 2}, "stable=True needs .*, history=2"),
-        ({**STABLE, "formula": "descale"}, "stable=True needs .* mx"),
+        ({**STABLE, "formula": "e8m0"}, "stable=True needs .* mx"),
         ({"lower": 2.0, "upper": 1.0}, "lower must be positive and below upper"),
     ],
 )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fp8_common as f8
 from fp8_common.policy import MAX_STABLE_MARGIN, MX_MODES
-from fp8_common.presets import deepgemm, flax, msamp, mx, te_current, te_delayed, torchao
+from fp8_common.presets import mx, te_current, te_delayed
 from tests.helpers import strategies
 from tests.helpers.repository import ROOT
 
@@ -57,10 +57,6 @@ ROWS = {
     "canonical": {"": f8.CANONICAL, "`power_of_2`": f8.POWER_OF_2, "`stable`": stable()},
     "te_delayed": {"": te_delayed()},
     "te_current": {"": te_current(), "`pow2`": te_current(pow2=True)},
-    "torchao": {"": torchao(), "`power_of_2`": torchao(power_of_2=True)},
-    "flax": {"": flax()},
-    "msamp": {"": msamp()},
-    "deepgemm": {"": deepgemm(), "`ue8m0`": deepgemm(ue8m0=True)},
     "mx": {f"`{mode}`": mx(mode) for mode in MX_MODES},
 }
 # all bfloat16 from 1 to 64, and amax of a few binades

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fp8_common as f8
-from fp8_common.presets import deepgemm, flax, msamp, te_current, te_delayed, torchao
+from fp8_common.presets import te_current, te_delayed
 from fp8_common.testing import adversarial, adversarial_amax, assert_same_bits
 from fp8_common.testing.compare import as_numpy
 from fp8_common.torch import _triton, casts, delayed, numerics
@@ -109,7 +109,7 @@ def test_a_scale_of_earlier_steps(fmt, ready, late):
 
 def test_every_rule_for_scales():
     """Rows of one element: their amax are all kinds of values."""
-    rules, x = [preset() for preset in (te_delayed, te_current, torchao, flax, msamp, deepgemm)], adversarial_amax()
+    rules, x = [preset() for preset in (te_delayed, te_current)], adversarial_amax()
     program = compiled(lambda x: [casts.quantize_dynamic(x, f8.E4M3, rule, (1, 0)) for rule in rules])
     for rule, made in zip(rules, program(as_tensor(x[:, None])), strict=True):
         want = f8.amax_to_scale(x[:, None], "e4m3", rule)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from fp8_common import get_recipe
 from fp8_common.jax.certify import descend, subject
-from fp8_common.presets import flax
 from fp8_common.recipe import CastRecipe
 from fp8_common.testing.certify import Certificate, Property, Subject, ask, cast_of, casts_of, example
 from fp8_jax_owg.differentiate import value_and_grad
@@ -91,6 +90,6 @@ def _flax() -> Subject:
 
     variables = dict(Model().init(jax.random.key(0), INPUTS))
     variables["params"] = {name: {"kernel": weight} for name, weight in _weights(jnp.float32).items()}
-    casts = dict.fromkeys(("input", "kernel"), cast_of(CastRecipe(policy=flax(history=0))))
+    casts = dict.fromkeys(("input", "kernel"), cast_of(CastRecipe()))
     model = (Model().apply, variables)
     return subject(model, INPUTS, update=_updated, compared=itemgetter("params"), casts=casts, warmup=2)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fp8_common import RECIPES, CastRecipe, Recipe, ScalePolicy
-from fp8_common.presets import torchao
+from fp8_common.presets import te_current
 from fp8_common.testing.certify import Certificate, Property, ask, casts_of, example
 from fp8_common.torch.certify import RATE, ranks, subject, train
 from fp8_torch_fsdp.convert.model import convert_to_float8_training
@@ -31,7 +31,9 @@ OWN = {
         grad_output=dataclasses.replace(_STATIC, format="e5m2"),
     ),
 }
-TORCHAO = {"tensorwise": torchao(), "rowwise": torchao(power_of_2=True), "rowwise_with_gw_hp": torchao(power_of_2=True)}
+_BY_ROWS = te_current(pow2=True, eps=1e-12)
+TORCHAO = {"tensorwise": te_current(eps=1e-12), "rowwise": _BY_ROWS, "rowwise_with_gw_hp": _BY_ROWS}
+"""torchao's scales of finite tensors: amax is at least 1e-12."""
 
 
 def model() -> nn.Sequential:

@@ -230,33 +230,20 @@ def scale_of_key(key, prev, fmax, RULE: tl.constexpr):
     """Scale into FP8 from the float32 key of amax; see `fp8_common.amax_to_scale`.
 
     `fmax` is a float32 of the shape of `key`: the numerator, margin included. RULE is that of `scale_rule`:
-    (formula, eps key, lowest key, highest key, power_of_2, zero, nonfinite, factor after the division, mantissa bits of
-    a stable scale or 0, largest key that it takes for 0).
+    (eps key, lowest key, highest key, power_of_2, zero, nonfinite, mantissa bits of a stable scale or 0, largest key
+    that it rounds to 0).
     """
-    if RULE[8] != 0:
-        key = rounded_key(key, RULE[8], RULE[9])
+    if RULE[6] != 0:
+        key = rounded_key(key, RULE[6], RULE[7])
     # As integers, because a float maximum on a GPU drops NaN; NaN's key is above every eps.
-    raised = tl.maximum(key, RULE[1])
+    raised = tl.maximum(key, RULE[0])
     # Infinity and NaN are replaced by 1.0 for the division; their scales are chosen below, by the key.
     amax = as_float(tl.where(raised < INF_KEY, raised, 0x3F800000))
-    if RULE[0] == "descale":
-        descale = tl.div_rn(amax, fmax)
-        if RULE[4]:
-            # Rounded up to a power of two: any mantissa bit adds one to the exponent field.
-            power = (as_bits(descale) >> 23) + ((as_bits(descale) & MANTISSA) != 0).to(tl.int32)
-            descale = as_float(tl.minimum(tl.maximum(power, 1), 254) << 23)
-        scale = reciprocal(descale)
-    else:
-        bits = as_bits(tl.div_rn(fmax, amax) * RULE[7])
-        # Scales are positive, so their bits are ordered like them.
-        bits = tl.minimum(tl.maximum(bits, RULE[2]), RULE[3])
-        if RULE[4]:
-            bits = bits & INF_KEY  # clears the mantissa
-        scale = as_float(bits)
-    if RULE[5] != "eps":
-        scale = tl.where(key == 0, prev if RULE[5] == "previous" else 1.0, scale)
-    if RULE[6] == "propagate":
-        scale = tl.where(key == INF_KEY, 0.0, scale)
-        return as_float(tl.where(key > INF_KEY, NAN_BITS, as_bits(scale)))
-    else:
-        return tl.where(key >= INF_KEY, prev if RULE[6] == "previous" else 1.0, scale)
+    # Scales are positive, so their bits are ordered like them.
+    bits = tl.minimum(tl.maximum(as_bits(tl.div_rn(fmax, amax)), RULE[1]), RULE[2])
+    if RULE[3]:
+        bits = bits & INF_KEY  # clears the mantissa
+    scale = as_float(bits)
+    if RULE[4] != "eps":
+        scale = tl.where(key == 0, prev if RULE[4] == "previous" else 1.0, scale)
+    return tl.where(key >= INF_KEY, prev if RULE[5] == "previous" else 1.0, scale)

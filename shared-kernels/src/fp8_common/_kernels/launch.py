@@ -44,10 +44,9 @@ ALIGNMENT = 16
 OPTIONS = {"enable_fp_fusion": True}
 """What every compilation is told: Triton's own default of it warns in 3.9 and is another one from 3.10 on."""
 
-ScaleRule = tuple[str, int, int, int, bool, str, str, float, int, int]
-"""(formula, eps key, lowest key, highest key, power_of_2, zero, nonfinite, factor after the division, mantissa bits of
-a stable scale or 0, largest key that it takes for 0): a `ScalePolicy` as plain values, which Triton can hash and
-compile into a kernel."""
+ScaleRule = tuple[int, int, int, bool, str, str, int, int]
+"""(eps key, lowest key, highest key, power_of_2, zero, nonfinite, mantissa bits of a stable scale or 0, largest key
+that it rounds to 0): a `ScalePolicy` as plain values, which Triton can hash and compile into a kernel."""
 
 _Plan = TypeVar("_Plan", bound=Callable[..., "Launch"])
 
@@ -276,21 +275,12 @@ def scale_rule(fmt: str | Format, policy: ScalePolicy = CANONICAL) -> tuple[floa
     if policy.formula == "e8m0":
         raise Fp8Error(f"Policy {policy.name!r} makes E8M0 scales: use the kernel mx, or the reference.")
     form = get_data_format(fmt)
-    fmax = form.max
-    zero, nonfinite = policy.zero, policy.nonfinite
-    factor = 1.0
-    if policy.formula == "divide":
-        # Multiplying the largest value by a power of two is exact, so the margin costs no second rounding.
-        fmax = float(np.float32(fmax * 2.0**-policy.margin))
-    elif policy.formula == "divide_then_margin":
-        factor = 2.0**-policy.margin
-    else:
-        # DeepGEMM's formula covers zero, infinity and NaN by itself, whatever the policy's fields say.
-        zero, nonfinite = "eps", "propagate"
+    # Multiplying the largest value by a power of two is exact, so the margin costs no second rounding.
+    fmax = float(np.float32(form.max * 2.0**-policy.margin))
     # Limits as int32 keys: the kernels compare bits, because a floating point minimum on a GPU drops NaN.
     keys = (key_of(policy.eps), key_of(policy.lower), key_of(policy.upper))
     bits, small = (form.mantissa_bits, stable_zero_key(form)) if policy.stable else (0, 0)
-    return fmax, (policy.formula, *keys, policy.power_of_2, zero, nonfinite, factor, bits, small)
+    return fmax, (*keys, policy.power_of_2, policy.zero, policy.nonfinite, bits, small)
 
 
 def scale_constants(fmt: str | Format, policy: ScalePolicy | None) -> dict[str, object]:

@@ -109,11 +109,10 @@ def amax_to_scale(
         value = key_to_float(rounded_key(float_key(value), fmt, stable_zero_key(fmt)))
     if policy.formula == "e8m0":
         return e8m0_to_scale(amax_to_e8m0(value, fmt, policy.mx_mode))
-    if policy.formula == "descale":
-        return reciprocal(amax_to_scale_inv(value, fmt, policy))
     key = float_key(value)
     with np.errstate(all="ignore"):  # amax of zero, infinity and NaN divide too; their scales are replaced below
-        scale = _limit(_quotient(_at_least_eps(value, policy), fmt, policy), policy)
+        # The margin goes into the numerator, which stays exact; the quotient may be at an end of the range already.
+        scale = _limit(np.float32(fmt.max * 2.0**-policy.margin) / _at_least_eps(value, policy), policy)
     # Current scaling has no previous scale; 1.0 leaves the data as it is.
     fallback = np.broadcast_to(np.float32(1) if prev is None else as_float32(prev, "prev"), scale.shape)
     return _replace_unusable(scale, key, policy, fallback)
@@ -124,7 +123,7 @@ def amax_to_scale_inv(
 ) -> NDArray[np.float32]:
     """Return the scale that multiplies FP8 values back.
 
-    This is RN32(1 / `amax_to_scale`), except for DeepGEMM's rule, which computes it from amax directly.
+    This is RN32(1 / `amax_to_scale`).
 
     Args:
         amax: float32 of any shape, max |x| (its sign is ignored).
@@ -138,12 +137,7 @@ def amax_to_scale_inv(
     Raises:
         Fp8Error: Unknown format, or `amax` is not float16, bfloat16 or float32.
     """
-    fmt = get_data_format(fmt)
-    if policy.formula != "descale":
-        return reciprocal(amax_to_scale(amax, fmt, policy, prev))
-    with np.errstate(all="ignore"):
-        descale = _at_least_eps(np.abs(as_float32(amax, "amax")), policy) / np.float32(fmt.max)
-    return _power_of_2_above(descale) if policy.power_of_2 else descale
+    return reciprocal(amax_to_scale(amax, fmt, policy, prev))
 
 
 def reciprocal(scale: ArrayLike) -> NDArray[np.float32]:
@@ -162,14 +156,6 @@ def _at_least_eps(amax: NDArray[np.float32], policy: ScalePolicy) -> NDArray[np.
     return np.where(amax < eps, eps, amax)
 
 
-def _quotient(amax: NDArray[np.float32], fmt: Format, policy: ScalePolicy) -> NDArray[np.float32]:
-    if policy.formula == "divide_then_margin":
-        # The quotient may overflow before the margin brings it back, which flax and MS-AMP do too.
-        return np.float32(fmt.max) / amax * np.float32(2.0**-policy.margin)
-    # The margin goes into the numerator, which stays exact; the quotient may be at an end of the range already.
-    return np.float32(fmt.max * 2.0**-policy.margin) / amax
-
-
 def _limit(scale: NDArray[np.float32], policy: ScalePolicy) -> NDArray[np.float32]:
     scale = np.clip(scale, np.float32(policy.lower), np.float32(policy.upper))
     if policy.power_of_2:
@@ -186,19 +172,7 @@ def _replace_unusable(
     replacement = {"previous": prev, "one": np.float32(1)}
     if policy.zero != "eps":
         scale = np.where(key == 0, replacement[policy.zero], scale)
-    if policy.nonfinite == "propagate":
-        scale = np.where(key == INF_KEY, np.float32(0), np.where(key > INF_KEY, np.float32(np.nan), scale))
-    else:
-        scale = np.where(key >= INF_KEY, replacement[policy.nonfinite], scale)
-    return scale.astype(np.float32)
-
-
-def _power_of_2_above(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Round up to a power of two in [2^-126, 2^127], exactly; infinity and NaN stay."""
-    bits = x.view(np.int32) & np.int32(KEY_MASK)
-    # Field 0 would be subnormal, field 255 infinity.
-    exponent = np.clip((bits >> 23) + ((bits & 0x7FFFFF) != 0), 1, 254)
-    return np.where(np.isfinite(x), (exponent << 23).astype(np.int32).view(np.float32), x)
+    return np.where(key >= INF_KEY, replacement[policy.nonfinite], scale).astype(np.float32)
 
 
 MANTISSA = 0x007FFFFF

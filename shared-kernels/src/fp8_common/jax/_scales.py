@@ -58,12 +58,9 @@ def amax_to_scale_inv(
 ) -> jax.Array:
     """Return the scale that multiplies FP8 values back.
 
-    This is RN32(1 / `amax_to_scale`), except for DeepGEMM's rule, which computes it from amax directly.
-    Arguments, shapes and errors are those of `amax_to_scale`; `prev` is a scale into FP8 here too.
+    This is RN32(1 / `amax_to_scale`), with the same arguments and errors; `prev` is a scale into FP8 here too.
     """
-    if policy.formula != "descale":
-        return reciprocal(amax_to_scale(amax, fmt, policy, prev))
-    return _descale(as_float32(amax, "amax"), fmt=get_data_format(fmt), policy=policy)
+    return reciprocal(amax_to_scale(amax, fmt, policy, prev))
 
 
 def reciprocal(scale: ArrayLike) -> jax.Array:
@@ -90,20 +87,12 @@ def _amax_to_scale(amax: jax.Array, prev: jax.Array, *, fmt: Format, policy: Sca
         key = _rounded_key(key, fmt, stable_zero_key(fmt))
     if policy.formula == "e8m0":
         return e8m0_to_scale(amax_to_e8m0(from_bits(key), fmt, policy.mx_mode))
-    if policy.formula == "descale":
-        return _reciprocal(_descale(from_bits(key), fmt=fmt, policy=policy))
     # The usual policies take a shorter way: what can be subnormal in it, amax and quotient, comes out at the limits
     # anyhow.
     if _stays_normal(policy):
         return _replace_unusable(_normal_scale(key, fmt, policy), key, policy, prev)
-    return _replace_unusable(_limit(_quotient(_at_least_eps(key, policy), fmt, policy), policy), key, policy, prev)
-
-
-@partial(jax.jit, static_argnames=("fmt", "policy"), inline=True)
-def _descale(amax: jax.Array, *, fmt: Format, policy: ScalePolicy) -> jax.Array:
-    value = _at_least_eps(float_key(lax.stop_gradient(amax)), policy)
-    descale = divide_nearest(value, jnp.full_like(value, np.float32(fmt.max)))
-    return _power_of_2_above(descale) if policy.power_of_2 else descale
+    quotient = divide(fmt.max * 2.0**-policy.margin, _at_least_eps(key, policy))
+    return _replace_unusable(_limit(quotient, policy), key, policy, prev)
 
 
 @partial(jax.jit, inline=True)
@@ -136,7 +125,7 @@ def _subnormal_reciprocal_bits(key: jax.Array) -> jax.Array:
 def _stays_normal(policy: ScalePolicy) -> bool:
     """Whether the limits of a policy keep every scale, and its reciprocal, among the normal float32."""
     limited = policy.lower >= SCALE_MIN and policy.upper <= SCALE_MAX
-    return limited and policy.formula == "divide" and not policy.eps and policy.nonfinite != "propagate"
+    return limited and policy.formula == "divide" and not policy.eps
 
 
 def _normal_scale(key: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
@@ -149,12 +138,6 @@ def _at_least_eps(key: jax.Array, policy: ScalePolicy) -> jax.Array:
     """Raise small amax to eps, on bits: NaN sorts above every eps and stays."""
     eps = int(np.float32(policy.eps).view(np.int32))
     return from_bits(jnp.maximum(key, jnp.int32(eps)))
-
-
-def _quotient(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
-    if policy.formula == "divide_then_margin":
-        return divide(fmt.max, amax) * jnp.float32(2.0**-policy.margin)
-    return divide(fmt.max * 2.0**-policy.margin, amax)
 
 
 def _limit(scale: jax.Array, policy: ScalePolicy) -> jax.Array:
@@ -175,17 +158,7 @@ def _replace_unusable(scale: jax.Array, key: jax.Array, policy: ScalePolicy, pre
         return replaced(lax.bitwise_or(is_zero, is_nonfinite), policy.zero)
     if policy.zero != "eps":
         scale = replaced(is_zero, policy.zero)
-    if policy.nonfinite == "propagate":
-        finite = jnp.where(key == INF_KEY, 0, to_bits(scale))
-        return from_bits(jnp.where(key > INF_KEY, jnp.int32(NAN_KEY), finite))
     return replaced(is_nonfinite, policy.nonfinite)
-
-
-def _power_of_2_above(x: jax.Array) -> jax.Array:
-    """Round up to a power of two in [2^-126, 2^127], exactly; infinity and NaN stay."""
-    key = float_key(x)
-    exponent = jnp.clip((key >> 23) + ((key & MANTISSA_MASK) != 0).astype(jnp.int32), 1, 254)
-    return jnp.where(key < INF_KEY, from_bits(exponent << 23), x)
 
 
 def amax_to_e8m0(amax: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> jax.Array:

@@ -165,15 +165,8 @@ def scale_from_amax(
     value = bits.view(torch.float32)
     if policy.formula == "e8m0":
         return scale_of_e8m0(e8m0_from_amax(value, fmt, policy.mx_mode))
-    if policy.formula == "descale":
-        # By its bits, so that it is rounded: compiled by torch 2.11, two conversions in a row become one.
-        return divide(1.0, amax_bits(scale_inv_from_amax(value, fmt, policy)).view(torch.float32))
     value = _at_least_eps(value, policy) if policy.eps else value
-    if policy.formula == "divide_then_margin":
-        # The quotient may overflow before the margin brings it back, as it does in flax and MS-AMP.
-        scale = divide(fmt.max, value) * 2.0**-policy.margin
-    else:
-        scale = divide(fmt.max * 2.0**-policy.margin, value)
+    scale = divide(fmt.max * 2.0**-policy.margin, value)
     scale = limited(scale, policy.lower, policy.upper)  # NaN is replaced below
     if policy.power_of_2:
         # Clearing the mantissa is an exact floor; exp2(floor(log2(scale))) rounds up just below powers of two.
@@ -187,12 +180,7 @@ def scale_inv_from_amax(
     amax: torch.Tensor, fmt: Format, policy: ScalePolicy, prev: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the float32 scale back from FP8; see `fp8_common.amax_to_scale_inv`."""
-    if policy.formula != "descale":
-        return divide(1.0, scale_from_amax(amax, fmt, policy, prev))
-    value = amax_bits(as_float32(amax, "amax")).view(torch.float32)
-    value = _at_least_eps(value, policy) if policy.eps else value
-    descale = _quotient(value, torch.full_like(value, fmt.max))
-    return _power_of_2_above(descale) if policy.power_of_2 else descale
+    return divide(1.0, scale_from_amax(amax, fmt, policy, prev))
 
 
 def limited(x: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
@@ -213,15 +201,11 @@ def divide(numerator: float, x: torch.Tensor) -> torch.Tensor:
     # Numerators are tensors: torch computes `number / tensor` as `tensor.reciprocal() * number`, which rounds twice;
     # with the numerator 448, the last bit differs for 27 % of values.
     above = torch.full_like(x, numerator)
-    return _quotient(above, x) if compiling else torch.div(above, x)
-
-
-def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    if not torch.compiler.is_compiling():
-        return torch.div(a, b)
+    if not compiling:
+        return torch.div(above, x)
     # A compiler may divide approximately in float32, as on GPUs. A quotient of float32 that was rounded to float64
     # rounds to the float32 that the exact one rounds to: it cannot come as near to a tie.
-    return torch.div(a.double(), b.double()).float()
+    return torch.div(above.double(), x.double()).float()
 
 
 def e8m0_from_amax(amax: torch.Tensor, fmt: Format, mode: str) -> torch.Tensor:
@@ -276,17 +260,7 @@ def _replace_unusable(scale: torch.Tensor, bits: torch.Tensor, policy: ScalePoli
     one = torch.ones_like(scale)
     if policy.zero != "eps":
         scale = torch.where(bits == 0, prev if policy.zero == "previous" else one, scale)
-    if policy.nonfinite == "propagate":
-        scale = torch.where(bits == INF_KEY, torch.zeros_like(scale), scale)
-        return torch.where(bits > INF_KEY, torch.full_like(scale, torch.nan), scale)
     return torch.where(bits >= INF_KEY, prev if policy.nonfinite == "previous" else one, scale)
-
-
-def _power_of_2_above(x: torch.Tensor) -> torch.Tensor:
-    """Round up to a power of two in [2^-126, 2^127], exactly; infinity and NaN stay."""
-    bits = amax_bits(x)
-    exponent = ((bits >> 23) + ((bits & _MANTISSA) != 0).int()).clamp(1, 254)
-    return torch.where(bits >= INF_KEY, x, (exponent << 23).view(torch.float32))
 
 
 # ---------------------------------------------------------------- the history of amax
