@@ -156,7 +156,7 @@ def cases(dtype: str = "bfloat16", fmt: str = "e4m3", square: tuple[int, int] = 
         *(
             (
                 f"{name}, {'fast' if fast else 'full'}",
-                plan(*square, SIZE, 8, fmt, "e4m3", fast=fast),
+                plan(*(side // 16 * 16 for side in square), SIZE, 8, fmt, "e4m3", fast=fast),
                 128 * 128,
                 0,
                 0,
