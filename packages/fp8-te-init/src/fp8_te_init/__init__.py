@@ -1,4 +1,4 @@
-"""FP8 primary weights that remember the values before rounding until the FP32 masters are made from them.
+"""FP8 primary weights that keep their initial high-precision values for the masters.
 
     with fp8_model_init(preserve_high_precision_init_val=True):
         model = Model()

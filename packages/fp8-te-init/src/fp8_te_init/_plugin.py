@@ -1,11 +1,11 @@
-"""What `fp8 doctor` says about this plugin."""
+"""Describe this plugin to `fp8 doctor`."""
 
 from fp8_common.hardware import GATHER, matmul_path
 from fp8_common.plugin import Machine, PluginInfo
 
 
 def describe(machine: Machine) -> PluginInfo:
-    """Tell what this plugin will do on `machine` and why."""
+    """Return the plugin's capabilities on `machine`, with reasons."""
     granularities = ("tensorwise", "rowwise", "blockwise_1x128")
     mx = machine.plugin_path("mx", "unavailable", "Weights of nn.Linear have no MX scales; TransformerEngine's may.")
     return PluginInfo(

@@ -1,4 +1,4 @@
-"""`fp8_model_init`, `convert_linear`: FP8 primary weights for layers that are being built, or that are there."""
+"""Build or convert linear layers with FP8 primary weights."""
 
 import contextlib
 import dataclasses
@@ -46,7 +46,7 @@ _TE_ALONE = ("MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Building:
-    """What applies to layers that are being built; `config` is None where FP8 is switched off.
+    """Settings for layers under construction; `config` is None while FP8 is disabled.
 
     `seen` holds the linear layers of the block, for the log.
     """
@@ -69,7 +69,9 @@ def fp8_model_init(
     backend: Backend = "auto",
     config: LinearConfig | None = None,
 ) -> Iterator[None]:
-    """Build layers with FP8 primary weights; the arguments of TransformerEngine's context manager come first.
+    """Build layers with FP8 primary weights.
+
+    The first arguments are those of TransformerEngine's context manager.
 
     Applies to `nn.Linear` (not to subclasses), and to modules of TransformerEngine where it is imported. It holds for
     the thread (or task) that entered it. On the meta device nothing is allocated: `reset_parameters` after `to_empty`
@@ -81,9 +83,9 @@ def fp8_model_init(
             object of TransformerEngine. "tensorwise" by default. MX and NVFP4 recipes are for TransformerEngine alone.
         preserve_high_precision_init_val: Copy the values before rounding to the host, this rank's rows of them, until
             the masters have been made: 2 or 4 bytes for each weight.
-        release: When these copies are dropped, those of TransformerEngine's modules too. "seed": by `seed_masters`, by
-            the first step of a `MasterOptimizer` that trains the weight, or, where none does, after the first forward.
-            "forward": after the first forward. "manual": by `clear_high_precision_init_val`.
+        release: When to drop the preserved values, also in TransformerEngine's modules. "seed": in `seed_masters`, in
+            the first step of a `MasterOptimizer` that trains the weight, or, without either, after the first forward.
+            "forward": after the first forward. "manual": in `clear_high_precision_init_val`.
         backend: "native" for `nn.Linear` alone, "te" for TransformerEngine's modules alone, "auto" for both.
         config: All choices of the native layers at once, instead of a recipe.
 
@@ -124,7 +126,9 @@ def convert_linear(
     release: Release = "seed",
     module_filter_fn: ModuleSelection = None,
 ) -> nn.Module:
-    """Give the `nn.Linear` layers of `model` FP8 primary weights, in place. Call it before `fully_shard`.
+    """Give the `nn.Linear` layers of `model` FP8 primary weights, in place.
+
+    Call it before `fully_shard`.
 
     Args:
         model: Any module; a linear layer itself too. Layers stay the objects that they are and change their class.
@@ -132,8 +136,8 @@ def convert_linear(
         config: All choices at once, instead of a recipe.
         preserve_high_precision_init_val: Copy the present values to the host until the masters have been made.
         release: When these copies are dropped; see `fp8_model_init`.
-        module_filter_fn: Called with (layer, qualified name); False leaves the layer as it is. Or `Rules`, by the
-            names of layers, which may give each layer a recipe of its own.
+        module_filter_fn: Called with (layer, qualified name); False leaves the layer unchanged. Or `Rules` over layer
+            names, which may select a custom recipe for each layer.
 
     Returns:
         The model. Weights are new parameters: make the optimizer afterwards.
@@ -165,7 +169,7 @@ def convert_linear(
 
 
 def _log(count: int, left: str, *, whole: bool) -> None:
-    """Log on rank 0 what was converted, as a warning, because nobody sees logging.INFO.
+    """Log the conversion on rank 0, as a warning because logging.INFO is usually hidden.
 
     Args:
         count: Number of converted layers.
@@ -179,7 +183,7 @@ def _log(count: int, left: str, *, whole: bool) -> None:
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    """Put an FP8 weight in the place of a linear layer's that is being built."""
+    """Replace the weight of a linear layer under construction by an FP8 weight."""
     if primary_of(parameter) is not None:
         if not isinstance(module, PrimaryFloat8Linear):
             module._parameters[name] = parameter
@@ -195,15 +199,15 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
         return None
     if isinstance(module, nn.Linear):
         building.seen.add(module)
-    # Exactly nn.Linear: `adopt` replaces the class, and what a subclass adds would be lost. A weight that is there
-    # already is no longer under construction: somebody gives it other values.
+    # Exactly nn.Linear: `adopt` replaces the class, and additions of a subclass would be lost. A weight that already
+    # exists is not under construction: other code gives it its values.
     if type(module) is not nn.Linear or name != "weight" or name in module._parameters:
         setattr(parameter, REGISTERED, True)
         return None
     if parameter.dtype not in INPUT_DTYPES:
         return None
-    # Zeros for now: later in its constructor nn.Linear calls `reset_parameters`, by then that of PrimaryFloat8Linear,
-    # because `adopt` changes the class in the middle of it. What that writes is what is preserved.
+    # Zeros for now: nn.Linear calls `reset_parameters` later in its constructor. `adopt` has changed the class by then,
+    # so PrimaryFloat8Linear's method runs, and the values that it writes are preserved.
     weight = new_weight(parameter, building.config, building.options)
     PrimaryFloat8Linear.adopt(module, building.config, building.options).hold(weight)
     return weight
@@ -211,16 +215,19 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
 
 @functools.cache
 def _watch() -> None:
-    """Look at parameters that are registered from now on; never taken out: torch walks over hooks in other threads."""
-    hook: Any = _on_parameter  # the stub says that such hooks return nothing
+    """Install the hook on parameter registration.
+
+    It is never removed, because torch iterates over hooks in other threads.
+    """
+    hook: Any = _on_parameter  # the stub declares that such hooks return None
     register_module_parameter_registration_hook(hook)
 
 
 def _config(recipe: AnyRecipe, config: LinearConfig | None) -> LinearConfig:
     """Return the configuration of native layers.
 
-    Activations and gradients are scaled from themselves, also where the recipe says delayed: a matmul needs no history
-    to be right, and that of a weight is what optimizer steps are rounded with.
+    Activations and gradients use current scaling even if the recipe is delayed: a matmul needs no history to be right,
+    and optimizer steps round the weight with its delayed scale.
     """
     if config is not None and recipe is not None:
         raise Fp8Error(f"Pass recipe or config, not both; got recipe={recipe!r} and a config.")
@@ -246,7 +253,7 @@ def _config(recipe: AnyRecipe, config: LinearConfig | None) -> LinearConfig:
 def _select(
     model: nn.Module, keep: ModuleSelection, config: LinearConfig
 ) -> tuple[dict[str, LinearConfig], dict[str, str]]:
-    """Return the names of layers to convert with their configurations, and those of others with why they stay."""
+    """Return the layers to convert with their configurations, and reasons for all others."""
     chosen, left, users = dict[str, LinearConfig](), dict[str, str](), _other_users(model)
     linear = {
         name: module
@@ -268,7 +275,7 @@ def _select(
 
 
 def _other_users(model: nn.Module) -> dict[int, str]:
-    """Return the parameters that anything but a plain linear layer holds, with its class."""
+    """Return the parameters held by anything but a plain linear layer, with the class."""
     return {
         id(parameter): type(module).__name__
         for module in model.modules()

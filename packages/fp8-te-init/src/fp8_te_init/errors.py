@@ -1,11 +1,11 @@
-"""The errors of this package alone; the others are those of `fp8_common`."""
+"""The errors of this package; `fp8_common` has the others."""
 
 from fp8_common import Fp8Error, Fp8StaleError
 
 
 class StaleInitError(Fp8StaleError):
-    """The values before rounding do not quantize to the codes of the FP8 weight: it was changed behind its back."""
+    """The preserved values do not quantize to the current codes: other code changed the weight."""
 
 
 class MissingInitError(Fp8Error):
-    """Masters were asked for, and there are no exact values, or no master to set."""
+    """No exact values are available, or no master can be set."""

@@ -1,4 +1,4 @@
-"""`PrimaryFloat8Linear`: a linear layer whose weight parameter holds FP8 codes and nothing else."""
+"""`PrimaryFloat8Linear`: a linear layer whose weight parameter holds only FP8 codes."""
 
 import dataclasses
 import logging
@@ -44,8 +44,8 @@ class PrimaryFloat8Linear(nn.Linear):
 
     Attributes:
         config: How to cast and multiply.
-        spec: What the layer brings to its matmuls.
-        weight_options: What `WeightState.empty` is given for a weight that is assigned as values.
+        spec: Static settings of the layer's matmuls.
+        weight_options: Arguments of `WeightState.empty` for a weight that is assigned as values.
     """
 
     config: LinearConfig
@@ -61,7 +61,7 @@ class PrimaryFloat8Linear(nn.Linear):
             config: How it computes.
             options: `keeps` of weights that are made of values later.
         """
-        # not a new module: hooks, names and other modules' references to this one stay as they are
+        # not a new module: hooks, names and references from other modules keep working
         adopted: Any = module
         adopted.__class__ = cls
         adopted.config, adopted.weight_options = config, options
@@ -87,12 +87,15 @@ class PrimaryFloat8Linear(nn.Linear):
         watch()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what a copy or a pickle holds, in a process that may have built no such layer."""
+        """Restore a copied or pickled layer.
+
+        The process may never have built such a layer.
+        """
         super().__setstate__(state)
         watch()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter; plain values for "weight" are quantized, and become its new start.
+        """Register a parameter; quantize and preserve plain values given for "weight".
 
         The FP8 weight stays the object that it is, so that optimizers go on training it. A parameter that another
         module registered in the same `fp8_model_init` block ties the layer to it, which is a plain `nn.Linear` again.
@@ -126,7 +129,7 @@ class PrimaryFloat8Linear(nn.Linear):
                 f"A parameter of {plain.dtype} was assigned to an FP8 weight: codes are made of float32, bfloat16 or "
                 "float16."
             )
-        marks = dict(vars(plain))  # what loaders note on a parameter holds of what stands in its place
+        marks = dict(vars(plain))  # attributes that loaders set on a parameter also apply to its replacement
         mark_replaced(plain, "the FP8 layer that it was assigned to")
         if held is None or (held.shape, held.dtype, held.device) != (plain.shape, plain.dtype, plain.device):
             options = self.weight_options
@@ -143,7 +146,9 @@ class PrimaryFloat8Linear(nn.Linear):
     # FP8 primary weights change their scales outside of compiled code.
     @disable_compiler
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return input @ weight.T + bias. `torch.compile` leaves it as it is, and compiles what is around it.
+        """Return input @ weight.T + bias.
+
+        `torch.compile` does not trace this method; it compiles the code around it.
 
         Args:
             input: [..., in_features], float32, bfloat16 or float16.
@@ -176,7 +181,9 @@ class PrimaryFloat8Linear(nn.Linear):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize as `nn.Linear` does. A sharded layer draws the whole weight and takes its rows.
+        """Initialize like `nn.Linear`.
+
+        A sharded layer draws the whole weight and keeps its rows.
 
         So the same state of the global generator on all ranks gives the same weight for every number of ranks, and
         the one that an unsharded layer would have got.
@@ -187,7 +194,7 @@ class PrimaryFloat8Linear(nn.Linear):
             return
         if primary.is_meta:
             return
-        # kaiming_uniform_(a=sqrt(5)) of nn.Linear is uniform within 1 / sqrt(in_features), weight and bias alike
+        # kaiming_uniform_(a=sqrt(5)) of nn.Linear is uniform within 1 / sqrt(in_features), for weight and bias
         bound, state = 1 / math.sqrt(self.in_features) if self.in_features else 0.0, primary.state
         whole = torch.empty(state.full_shape, dtype=primary.dtype, device=primary.device).uniform_(-bound, bound)
         state.write(whole[state.first_row : state.first_row + state.rows], fresh=True)
@@ -199,33 +206,35 @@ class PrimaryFloat8Linear(nn.Linear):
             local.copy_(whole[first : first + len(local)])
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PrimaryFloat8Linear":
-        """Move as asked; a change of dtype changes what the weight stands for, not codes and scales."""
-        # `nn.Module._apply` swaps the content of wrapper subclasses with that of a new tensor, attributes included
+        """Move the module; a new dtype changes the dtype reported, not codes and scales."""
+        # `nn.Module._apply` swaps the content of wrapper subclasses with a new tensor's, attributes included
         attributes = dict(self.weight.__dict__)
         super()._apply(partial(_moved, fn), recurse)
-        for name, value in attributes.items():  # what Megatron and others put there: main_grad, main_param
+        for name, value in attributes.items():  # attributes of Megatron and others: main_grad, main_param
             self.weight.__dict__.setdefault(name, value)
         primary = primary_of(self.weight)
         if primary is not None:
-            show_scales(self)  # those of the weight, which moved with it: a cast must not round them
+            show_scales(self)  # buffers of the weight, which moved with it: a cast must not round them
         return self
 
     def extra_repr(self) -> str:
-        """Show what differs from `nn.Linear`."""
+        """Describe the differences from `nn.Linear`."""
         cast = self.config.weight
         return f"{super().extra_repr()}, primary={cast.scaling} {cast.granularity} {cast.format}"
 
 
 def new_weight(plain: torch.Tensor, config: LinearConfig, options: dict[str, Any]) -> nn.Parameter:
-    """Return an FP8 parameter of zeros with the shape, dtype and device of a plain one."""
+    """Return FP8 zeros with the shape, dtype and device of a plain parameter."""
     state = WeightState.empty(plain, config.weight, **options)
     return nn.Parameter(PrimaryFloat8Weight(state.codes, state), requires_grad=plain.requires_grad)
 
 
 def _operand(cast: CastRecipe, weight: torch.Tensor, record: bool, both: bool) -> Quantized:
-    """Return a weight [out_features, in_features] as an operand: its codes as they are, or plain values cast now.
+    """Return a weight [out_features, in_features] as an FP8 operand.
 
-    Plain values are what a caller put in the place of the weight, `torch.func.functional_call` for example.
+    FP8 weights keep their codes; plain values are cast now.
+
+    The caller replaced the weight by plain values, with `torch.func.functional_call` for example.
     """
     if isinstance(weight, GatheredWeight):
         return quantized(weight)
@@ -243,22 +252,22 @@ def _refuse_distribution(layer: PrimaryFloat8Linear) -> bool:
     )
 
 
-# `distribute_module` asks every module for this name on all ranks before it communicates; without a refusal there the
-# first rank would raise and the others wait.
+# `distribute_module` reads this name from every module on all ranks before it communicates. Without an error here the
+# first rank would raise and the others would wait.
 setattr(PrimaryFloat8Linear, DISTRIBUTED, property(_refuse_distribution))
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is one of torch, and no FP8 weight, gathered or not."""
+    """Return whether a parameter is a plain tensor and no FP8 weight, gathered or not."""
     return type(local_of(parameter)) in (torch.Tensor, nn.Parameter)
 
 
 def _moved(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """Apply what `nn.Module._apply` applies, without letting a cast turn codes into plain values."""
+    """Apply `nn.Module._apply` to the module, keeping FP8 weights FP8 under casts."""
     primary = primary_of(tensor)
     if primary is None:
         return fn(tensor)
-    # what `fn` does is found out on an empty tensor: applied to the weight, a cast would return dequantized values
+    # `fn` is tried on an empty tensor: applied to the weight, a cast would return dequantized values
     wanted = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
     if wanted.is_shared() and wanted.device.type == "cpu":
         primary.share_memory_()

@@ -1,4 +1,4 @@
-"""`memory_report`, `export_fp32_state_dict`: what a model with FP8 weights holds, and the model without them."""
+"""Report the memory of a model with FP8 weights, and export its float32 state dict."""
 
 import dataclasses
 import logging
@@ -27,7 +27,7 @@ class MemoryReport:
         codes: Their FP8 codes.
         scales: Scales and amax histories.
         copies: Values before rounding, on the host.
-        displaced: Weights as they were before a write, with their masters, until the next step.
+        displaced: Weights before a write, with their masters, until the next step.
         masters: float32 masters.
         optimizer_state: The rest of the optimizer's state.
         other_parameters: Parameters that are not FP8.
@@ -51,10 +51,10 @@ class MemoryReport:
 
 
 def memory_report(model: nn.Module, optimizer: Optimizer | None = None) -> MemoryReport:
-    """Count what the weights of `model` and their optimizer hold on this rank.
+    """Count the bytes of `model`'s weights and of their optimizer on this rank.
 
     Args:
-        model: Any module; FSDP2 lets go of gathered weights first.
+        model: Any module; FSDP2 releases gathered weights first.
         optimizer: Its optimizer.
     """
     weights = {id(parameter): weight for _, parameter, weight in fp8_weights(model)}
@@ -86,7 +86,7 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None) -> Memor
 def export_fp32_state_dict(
     model: nn.Module, optimizer: Optimizer | None = None, *, full_tensors: bool = False
 ) -> dict[str, Any]:
-    """Return the state dict of the model without FP8 weights, all floating-point tensors in float32.
+    """Return the model's state dict without FP8: all floating-point tensors in float32.
 
     Args:
         model: Any module. All ranks call it if it is sharded.
@@ -122,7 +122,7 @@ def export_fp32_state_dict(
 
 
 def _master_of(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the float32 master of a parameter in any optimizer; None if it has none."""
+    """Return the float32 master of a parameter in any optimizer, None without one."""
     if isinstance(optimizer, MasterOptimizer):
         return optimizer.master_of(parameter)
     # `optimizer.state` is a defaultdict: looking up a parameter that is not there would add it

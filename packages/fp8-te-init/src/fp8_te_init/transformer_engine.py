@@ -1,8 +1,8 @@
-"""TransformerEngine: its FP8 tensors behind the methods of `WeightState`, and its own context manager.
+"""TransformerEngine's FP8 tensors with the methods of `WeightState`, and its context manager.
 
-Nothing is imported from TransformerEngine before its context is asked for: its tensors are known by the names of their
-classes and attributes, which are the same in the releases 2.11 to 2.20. It copies the values before rounding, gathers
-under FSDP2 and saves by itself; here its copies are checked, and its tensors quantized anew.
+TransformerEngine is not imported before its context is used: its tensors are recognized by the names of their
+classes and attributes, which are equal in the releases 2.11 to 2.20. It copies the unrounded values, gathers under
+FSDP2 and saves on its own; this module checks its copies and requantizes its tensors.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ RECIPES = {
 
 
 def fp8_of(parameter: object) -> "WeightState | TeWeight | None":
-    """Return the FP8 rows that this rank holds of a parameter; None if it is no FP8 weight.
+    """Return the local FP8 rows of a parameter, None without FP8.
 
     Raises:
         Fp8UnsupportedError: A tensor of TransformerEngine that cannot be read or is sharded unevenly.
@@ -60,13 +60,13 @@ def fp8_of(parameter: object) -> "WeightState | TeWeight | None":
 
 
 def kind_of(parameter: object) -> str | None:
-    """Return the name of TransformerEngine's class of a parameter; None if it is none of its FP8 tensors."""
+    """Return the name of a parameter's FP8 class in TransformerEngine, None without one."""
     # along the MRO: subclasses count as well
     return next((cls.__name__ for cls in type(local_of(parameter)).__mro__ if cls.__name__ in NEEDED), None)
 
 
 class TeWeight:
-    """The rows of a TransformerEngine tensor that this rank holds, with the methods of `WeightState`.
+    """Local rows of a TransformerEngine tensor, with the methods of `WeightState`.
 
     Args:
         parameter: The parameter, plain or distributed by FSDP2.
@@ -103,12 +103,12 @@ class TeWeight:
 
     @property
     def version(self) -> int:
-        """What changes with every write that torch sees."""
+        """Version that changes with every write that torch records."""
         return version_of(self._tensor)
 
     @property
     def device(self) -> torch.device:
-        """Where the codes are."""
+        """Device of the codes."""
         return self.own_codes.device
 
     @property
@@ -140,7 +140,7 @@ class TeWeight:
         return decoding.values(self.own_codes.view(torch_dtype(self.fmt)), self.fmt) * self.expanded_scale_inv()
 
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
-        """Return uint8 codes of values [n, columns], with the present scale or as the tensor's own quantizer does.
+        """Return uint8 codes of values [n, columns] with the current scale or own quantizer.
 
         Only the scale back is stored. Each scale into FP8 whose reciprocal it is, is tried.
         """
@@ -161,7 +161,7 @@ class TeWeight:
         return codes
 
     def init_values(self) -> torch.Tensor | None:
-        """Return TransformerEngine's own copy [n, columns], or None if it made none or it was cleared.
+        """Return TransformerEngine's copy [n, columns], None if it has none or cleared it.
 
         Raises:
             StaleInitError: It does not quantize to the present codes.
@@ -180,7 +180,7 @@ class TeWeight:
         return values.view(self.own_codes.shape)
 
     def best_values(self) -> torch.Tensor:
-        """Return the values before rounding if they are known, else the rounded ones, on the device of the codes."""
+        """Return the unrounded values if known, else the rounded ones, on the codes' device."""
         try:
             values = self.init_values()
         except StaleInitError:
@@ -203,7 +203,7 @@ class TeWeight:
 
     @property
     def master(self) -> Any:
-        """The float32 master, held weakly, and the dtype that it is rounded to; see `WeightState`."""
+        """The float32 master, weakly referenced, and its rounding dtype; see `WeightState`."""
         return getattr(self._tensor, "_fp8_master", None)
 
     @master.setter
@@ -229,13 +229,13 @@ class TeWeight:
         return held.nbytes
 
     def amax_bits(self, values: torch.Tensor) -> torch.Tensor:
-        """Return int32 [1] whose MAX over ranks gives the scale; none for block scales, which need no agreement."""
+        """Return int32 [1] whose MAX over ranks gives the scale; empty for block scales."""
         if self._kind != PER_TENSOR:
             return torch.zeros(0, dtype=torch.int32, device=values.device)
         return _ONE_SCALE.amax_bits(values, Region.whole(self.full_shape))
 
     def quantize_(self, values: torch.Tensor, bits: torch.Tensor | None, *, record: Record = "start") -> None:
-        """Write codes of values [n, columns] with the scale of the agreed `bits`, and let go of transposed codes."""
+        """Write codes of values [n, columns] with the agreed scale; drop transposed codes."""
         tensor = self._tensor
         if self._kind != PER_TENSOR:
             # in the dtype of the weight, as TransformerEngine casts its own masters
@@ -256,7 +256,7 @@ class TeWeight:
 
 
 def te_context(backend: str, recipe: Any, *, enabled: bool, preserve: bool) -> contextlib.AbstractContextManager:
-    """Return TransformerEngine's own context manager; one that does nothing where it has no part.
+    """Return TransformerEngine's context manager, or a null context without TransformerEngine.
 
     Args:
         backend: "te" needs it, "auto" takes it where it has been imported and has the recipe.
@@ -267,7 +267,7 @@ def te_context(backend: str, recipe: Any, *, enabled: bool, preserve: bool) -> c
     Raises:
         Fp8UnsupportedError: It is needed, and cannot be imported or has no such context manager or recipe.
     """
-    # "auto" never imports it: whoever builds its modules has imported it already
+    # "auto" never imports it: code that builds its modules has imported it already
     if backend == "native" or (backend == "auto" and "transformer_engine.pytorch" not in sys.modules):
         return contextlib.nullcontext()
     te = _imported("transformer_engine.pytorch")
@@ -282,7 +282,7 @@ def te_context(backend: str, recipe: Any, *, enabled: bool, preserve: bool) -> c
     if name is not None:
         kind = RECIPES.get(name)
         if kind is None and (backend == "auto" or not enabled):
-            return contextlib.nullcontext()  # its modules stay as they are
+            return contextlib.nullcontext()  # its modules are not changed
         if kind is None:
             raise Fp8UnsupportedError(
                 f"transformer_engine has no recipe for {name!r}. Use one of {', '.join(RECIPES)}, or its own recipes."

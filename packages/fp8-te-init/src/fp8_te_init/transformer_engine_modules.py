@@ -1,6 +1,6 @@
-"""Modules of TransformerEngine that were built here: when they release their copies, and whether they still are FP8.
+"""Track TransformerEngine modules built here: when to release copies, whether still FP8.
 
-What is known of a module stands in its `__dict__`, so that it is copied and dropped with the module.
+The facts about a module are stored in its `__dict__`, so that they are copied and dropped with the module.
 """
 
 import functools
@@ -28,7 +28,7 @@ ORDER = (
 
 
 class _Built:
-    """What is known of a module.
+    """Recorded facts about a module.
 
     Attributes:
         keeps: When copies of the values before rounding are dropped; None if there are none.
@@ -68,11 +68,11 @@ def on_parameter(module: nn.Module, name: str, parameter: torch.Tensor) -> None:
     elif name in built.names and isinstance(parameter, DTensor):
         raise Fp8Error(_lost(f"{type(module).__name__}.{name}", parameter))
     else:
-        built.names.discard(name)  # somebody assigns a plain parameter
+        built.names.discard(name)  # user code assigns a plain parameter
 
 
 def lost_weights(model: nn.Module) -> Iterator[str]:
-    """Yield a sentence for each weight that was built as an FP8 weight and is none any more."""
+    """Yield a sentence for each weight that was built in FP8 and is FP8 no longer."""
     for prefix, module in model.named_modules():
         built = module.__dict__.get(_BUILT)
         for name in sorted(built.names) if built is not None else ():
@@ -91,12 +91,12 @@ def _lost(name: str, parameter: torch.Tensor) -> str:
 
 @functools.cache
 def _warn(sentence: str) -> None:
-    """Warn, once, where `fully_shard` gives no sign: it may put parameters in their places itself."""
+    """Warn once if `fully_shard` may have replaced parameters without a sign."""
     logger.warning("%s", sentence)
 
 
 def _after_forward(module: nn.Module, *_: Any) -> None:
-    """Drop the copies that no living master needs, as layers of this package do, and tell of weights that are lost."""
+    """Drop copies that no living master needs, and warn of lost weights."""
     built = module.__dict__[_BUILT]
     if not built.holds:
         return

@@ -1,1 +1,1 @@
-"""float32 masters of FP8 weights: where they start, and the optimizer that trains them."""
+"""float32 masters of FP8 weights: their initial values and their optimizer."""

@@ -1,4 +1,4 @@
-"""`dithered`: random values in the place of lost ones, evenly spread over what rounds to the same code."""
+"""`dithered`: random values inside the rounding cells of codes, for lost initial values."""
 
 import hashlib
 from functools import cache
@@ -31,7 +31,7 @@ def dithered(weight: "WeightState | TeWeight", *, seed: int, name: str) -> torch
 
 
 def _uniforms(seed: int, name: str, first: int, last: int) -> NDArray[np.float32]:
-    """Return the uniform numbers in (0, 1) of the elements from `first` to `last` of a weight."""
+    """Return uniform numbers in (0, 1) for elements `first` to `last` of a weight."""
     key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}/dither".encode(), digest_size=8).digest(), "little")
     counter = np.arange(first // 4, -(-last // 4), dtype=np.uint64)  # four numbers for each
     zeros = np.zeros_like(counter)
@@ -42,14 +42,14 @@ def _uniforms(seed: int, name: str, first: int, last: int) -> NDArray[np.float32
 
 @cache
 def _cells(fmt: Format) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """Return the value of each code, and the distances to the ends of what rounds to it."""
+    """Return the value of each code and the distances to the ends of its rounding cell."""
     values = decode(np.arange(256, dtype=np.uint8), fmt)
     positive = np.unique(values[np.isfinite(values) & (values >= 0)].astype(np.float64))
     half = np.diff(positive) / 2
     below, above = np.zeros(256, np.float32), np.zeros(256, np.float32)
     for code, value in enumerate(values):
         place = int(np.searchsorted(positive, abs(value))) if np.isfinite(value) else len(half)
-        if place < len(half):  # the largest number has no upper end: it stays as it is
+        if place < len(half):  # the largest number has no upper end and is not dithered
             inner, outer = half[place - 1] if place else 0.0, half[place]
             below[code], above[code] = (-outer, inner) if np.signbit(value) else (-inner, outer)
     return values.astype(np.float32), below, above

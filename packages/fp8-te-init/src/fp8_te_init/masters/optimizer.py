@@ -1,6 +1,6 @@
-"""`MasterOptimizer`: trains float32 masters of this rank's rows of FP8 weights, and quantizes them after each step.
+"""`MasterOptimizer`: trains float32 masters and quantizes them into FP8 weights after each step.
 
-Any optimizer class of torch works: it sees the masters, and the plain parameters as they are. Masters are distributed
+Any optimizer class of torch works: it receives the masters and the unchanged plain parameters. Masters are distributed
 like their parameters, so that `torch.distributed.checkpoint` saves and reshards them like any optimizer state.
 """
 
@@ -31,22 +31,22 @@ MASTER = "master_param"
 
 
 Trained = tuple[torch.Tensor, torch.Tensor, WeightState | TeWeight | None]
-"""A parameter; its master and its FP8 rows, None for other parameters, as they are held here."""
+"""A parameter with its local master and FP8 rows, None for other parameters."""
 
 
 class MasterOptimizer(Optimizer):
     """An optimizer with float32 masters of FP8 (and other low-precision) parameters.
 
-    Masters start from the values before rounding where they are preserved, else from the rounded ones; `seed_masters`
-    does the same and checks it. A step issues one all-reduce, whatever the number of FP8 weights, and drops the values
-    before rounding of the weights that it trains. Optimizers of the same FP8 weight share its master. A parameter that
-    something else wrote to (a loaded checkpoint) keeps what was written: its master starts anew from that.
+    Masters start from the preserved values if available, else from the rounded ones; `seed_masters` does the same and
+    checks it. A step issues one all-reduce, for any number of FP8 weights, and drops the preserved values of the
+    weights that it trains. Optimizers of the same FP8 weight share its master. If other code writes to a parameter (a
+    loaded checkpoint), the new values are kept, and its master is re-initialized from them.
 
     Args:
         optimizer_cls: An optimizer class of torch, or one that takes the same arguments.
         params: Parameters or groups, as any optimizer takes them.
-        round_through_dtype: Round masters to the dtype that a weight stands for before they are quantized, as
-            TransformerEngine does: the codes are then those of a bfloat16 model that is cast at each forward.
+        round_through_dtype: Whether to round masters to the weight's dtype before they are quantized, as
+            TransformerEngine does. The codes are then equal to casting a bfloat16 model at each forward.
         **options: Arguments of `optimizer_cls`.
 
     Attributes:
@@ -73,7 +73,7 @@ class MasterOptimizer(Optimizer):
                 f"{' and no parameters' if params is None else ''}."
             )
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
-        # what a parameter is: "native", the name of a class of TransformerEngine, or None
+        # the kind of each parameter: "native", the name of a class of TransformerEngine, or None
         self._kinds: dict[torch.Tensor, str | None] = {}
         # the versions of parameter and master when they last agreed; of the parameter None after a load
         self._agreed: dict[torch.Tensor, tuple[Any, int]] = {}
@@ -87,16 +87,16 @@ class MasterOptimizer(Optimizer):
         self._share_options()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles are made of: masters too, which no other optimizer has."""
-        # `Optimizer.__getstate__` returns its own three attributes alone. Tensors as keys stay right in a copy: it goes
-        # through one memo, in which parameters and masters are copied once. Pickles of weights have codes alone, so
-        # that masters take over now what was written.
+        """Return the state for copies and pickles: with masters, which only this optimizer has."""
+        # `Optimizer.__getstate__` returns only its own three attributes. Tensors as keys stay right in a copy: one memo
+        # copies parameters and masters once. Pickles of weights have only codes, so masters are updated from external
+        # writes first.
         self._follow_writes()
         own = ("inner", "reductions", "_masters", "_kinds", "_agreed", "_shared", "_round_through_dtype", "_published")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what a copy is made of: copied masters are those of copied weights."""
+        """Restore a copy: copied masters belong to copied weights."""
         super().__setstate__(state)
         for parameter, master in self._masters.items():
             register_master(parameter, master, rounds=self._round_through_dtype)
@@ -138,10 +138,12 @@ class MasterOptimizer(Optimizer):
         return {**group, "params": params}
 
     def _follow_groups(self) -> None:
-        """Follow what was exchanged, moved or removed in the parameter groups, as Accelerate does after `fully_shard`.
+        """Update the parameter groups after parameters were replaced, moved or removed.
+
+        Call it after `fully_shard`, as Accelerate does.
 
         Raises:
-            Fp8Error: A parameter is there that is in the place of none, or of one of another shape.
+            Fp8Error: A parameter replaces none of the old ones, or one of another shape.
         """
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             # as sets: some optimizers sort their parameters
@@ -166,7 +168,7 @@ class MasterOptimizer(Optimizer):
         self._publish()
 
     def _take_over(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Give a new parameter the part of master and state of an old one that belongs to it."""
+        """Move the matching part of master and state from an old parameter to a new one."""
         before = self._masters.get(old, old)
         self._with_masters({"params": [new]})
         after = self._masters.get(new, new)
@@ -198,14 +200,16 @@ class MasterOptimizer(Optimizer):
         return trained
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Return whether a parameter, the object that the model holds, has a master here."""
+        """Return whether a parameter of the model has a master in this optimizer."""
         if parameter not in self._masters:
             self._follow_groups()
         return parameter in self._masters
 
     @torch.no_grad()
     def master_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the float32 master of a parameter, of its shape, a DTensor for a distributed one; None if it has none.
+        """Return the float32 master of a parameter, None without one.
+
+        It has the parameter's shape; it is a DTensor for a distributed parameter.
 
         It is the master itself: after a change of it call `write_back`.
         """
@@ -216,7 +220,7 @@ class MasterOptimizer(Optimizer):
 
     @torch.no_grad()
     def masters(self) -> list[torch.Tensor]:
-        """Return every float32 master, in the order of the optimizer's parameters; see `master_of`."""
+        """Return all float32 masters in the optimizer's order; see `master_of`."""
         self._follow_groups()
         self._follow_writes()
         return list(self._masters.values())
@@ -227,7 +231,7 @@ class MasterOptimizer(Optimizer):
 
         Args:
             parameter: One that `owns` knows.
-            values: A floating-point dtype, [n, columns]: those of the rows that are held here.
+            values: A floating-point dtype, [n, columns]: the values of the local rows.
 
         Raises:
             KeyError: The parameter has no master.
@@ -239,7 +243,10 @@ class MasterOptimizer(Optimizer):
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Quantize every master into its FP8 weight, and round it into other parameters. All ranks call it."""
+        """Quantize masters into FP8 weights and round them into other parameters.
+
+        All ranks call it.
+        """
         self._follow_groups()
         self._write_back("start")
 
@@ -252,7 +259,7 @@ class MasterOptimizer(Optimizer):
                 continue
             values = local.to(parameter.dtype) if self._round_through_dtype else local
             waiting.append((weight, values, group_of_parts(parameter)))
-            # autograd then refuses the backward of a forward that saw the weight of before, as for plain weights
+            # autograd then rejects the backward of a forward that used the previous weight, as for plain weights
             increment_version(parameter)
             if isinstance(parameter, DTensor):
                 written.add(id(local_of(parameter)))
@@ -266,15 +273,21 @@ class MasterOptimizer(Optimizer):
             self._agreed[parameter] = (known, version_of(local))
 
     def _writes_to(self, parameter: torch.Tensor) -> int:
-        """Return what changes with every write to a parameter that can be seen; the master of a native one has them."""
+        """Return a version that changes with every visible write to a parameter.
+
+        For a native weight it includes the master.
+        """
         return 0 if self._kinds[parameter] == "native" else version_of(local_of(parameter))
 
     def _agree(self, parameter: torch.Tensor) -> None:
-        """Take a parameter and its master as they are now for equal up to rounding."""
+        """Record that a parameter and its master are equal up to rounding."""
         self._agreed[parameter] = (self._writes_to(parameter), version_of(local_of(self._masters[parameter])))
 
     def _follow_writes(self, trained: "list[Trained] | None" = None, *, stepping: bool = False) -> None:
-        """Start the masters of parameters anew that something else wrote to; they would undo it otherwise."""
+        """Re-initialize masters of parameters that other code modified.
+
+        The next step would revert the modification otherwise.
+        """
         restarted = 0
         for parameter, local, weight in self._trained() if trained is None else trained:
             known, version = self._agreed[parameter]
@@ -289,7 +302,7 @@ class MasterOptimizer(Optimizer):
                 continue
             if isinstance(weight, WeightState):
                 weight.check()  # values and codes that are written reach the master at once; loads in place, here
-            # Masters that were loaded may be those of weights that are loaded next.
+            # Loaded masters may belong to weights that are loaded next.
             if (known is None and not stepping) or known == (0 if isinstance(weight, WeightState) else weight.version):
                 continue
             values = local.to(parameter.dtype) if self._round_through_dtype else local
@@ -309,14 +322,16 @@ class MasterOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyrefly: ignore[bad-override]
-        """Make a step with the masters, then quantize: one all-reduce for all FP8 weights. All ranks call it.
+        """Step the masters, then quantize them: one all-reduce for all FP8 weights.
+
+        All ranks call it.
 
         Args:
             closure: Computes the loss again, as any optimizer takes it. Where the optimizer moves masters before it
                 calls the closure (LBFGS, SAM), the weights follow.
 
         Returns:
-            What `closure` returned.
+            The result of `closure`.
 
         Raises:
             Fp8Error: An FP8 weight that was frozen when it came here, and so has no master, has a gradient.
@@ -333,7 +348,7 @@ class MasterOptimizer(Optimizer):
         rates = [float(group.get("lr", 1)) for group in self.param_groups]
         idle = closure is None and not self.inner.state and not any(rates) and not self._moved()
         loss = self.inner.step() if closure is None else self.inner.step(self._evaluation_of(closure))
-        # the gradient of a master is a float32 copy, unless it was float32 before; nobody needs it after the step
+        # the gradient of a master is a float32 copy, unless it was float32 before; it is not used after the step
         for master in self._masters.values():
             master.grad = None
         # the step may have changed options or added keys, which `state_dict` and schedulers read here
@@ -350,11 +365,11 @@ class MasterOptimizer(Optimizer):
         return loss
 
     def _moved(self) -> bool:
-        """Return whether any master was changed since it last agreed with its parameter."""
+        """Return whether a master changed since it last agreed with its parameter."""
         return any(version_of(local_of(master)) != self._agreed[p][1] for p, master in self._masters.items())
 
     def _evaluation_of(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure for the inner optimizer, before which the weights follow the masters."""
+        """Return a closure for the inner optimizer that first updates the weights from masters."""
         calls = itertools.count()
 
         def evaluate() -> Any:
@@ -384,10 +399,10 @@ class MasterOptimizer(Optimizer):
                     )
 
     def _share_options(self) -> None:
-        """Bring the groups of both optimizers together: what somebody set here goes in, everything else comes out.
+        """Synchronize the groups of both optimizers: push the user's options, pull the rest.
 
-        Schedulers set options here. Some optimizers (Prodigy, schedule-free ones) have state of their own in the groups
-        that they see, and add keys in a step: pushing our values then would reset them.
+        Schedulers set options here. Some optimizers (Prodigy, schedule-free ones) keep their own state in the groups
+        and add keys in a step: pushing our values then would reset them.
         """
         for index, (ours, theirs) in enumerate(zip(self.param_groups, self.inner.param_groups, strict=True)):
             shared = self._shared.get(index, {})
@@ -402,12 +417,12 @@ class MasterOptimizer(Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as any optimizer does; each parameter's state has its master as "master_param"."""
+        """Return the state dict; the state of each parameter has its master as "master_param"."""
         self._follow_groups()
         self._follow_writes()
         self._share_options()
-        # Masters belong in a checkpoint before the first step too. After this the state looks empty again, because
-        # torch.distributed.checkpoint takes a state that is not empty for that of an optimizer that has stepped.
+        # A checkpoint needs masters before the first step too. The state is emptied again afterwards, because
+        # torch.distributed.checkpoint treats an optimizer with state as one that has stepped.
         self._publish(always=True)
         try:
             return super().state_dict()
@@ -416,7 +431,9 @@ class MasterOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, or what `torch.distributed.checkpoint` made of it. Values keep their dtype.
+        """Load a result of `state_dict`, also after `torch.distributed.checkpoint`.
+
+        Values keep their dtype.
 
         The FP8 weights are not touched: load them into the model, before or after.
 
@@ -460,9 +477,9 @@ class MasterOptimizer(Optimizer):
         self._publish()
 
     def _publish(self, *, always: bool = False) -> None:
-        """Show the inner optimizer's state under the parameters; empty before the first step, as it is elsewhere."""
-        # Made anew each time: the inner optimizer owns the state, keyed by masters; this is the same by parameters,
-        # without a copy of any tensor.
+        """The inner optimizer's state by parameter; empty before the first step, as in torch."""
+        # Built at each access: the inner optimizer owns the state, keyed by masters; this maps it by parameter without
+        # copying tensors.
         self.state.clear()
         self._published = bool(self.inner.state)
         if not self.inner.state and not always:
@@ -476,7 +493,7 @@ class MasterOptimizer(Optimizer):
 
 
 def _reshard(written: set[int]) -> None:
-    """Let FSDP2 gather the weights with these ids of local tensors anew, also without reshard_after_forward."""
+    """Make FSDP2 gather the given weights again, also without reshard_after_forward."""
     if written:
         for shard in fsdp.shards():
             if id(shard.local) in written:
@@ -484,7 +501,10 @@ def _reshard(written: set[int]) -> None:
 
 
 def _own(value: Any, device: torch.device, name: str) -> Any:
-    """Return a value of a loaded state that shares nothing with the checkpoint; step counts stay on their device."""
+    """Return a loaded value that shares no memory with the checkpoint.
+
+    Step counts stay on their device.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     return value.clone() if name == "step" else value.to(device).clone()

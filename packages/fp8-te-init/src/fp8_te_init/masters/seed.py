@@ -28,16 +28,16 @@ from fp8_te_init.weight.state import WeightState
 Fallback = Literal["dequantize", "dither"]
 
 _ERRORS = (Fp8Error, MissingInitError, StaleInitError)
-"""What ranks tell each other by its place here, the most special class last."""
+"""Error classes indexed by the code that ranks exchange; the most specific class is last."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SeedReport:
-    """What `seed_masters` did on this rank.
+    """Result of `seed_masters` on this rank.
 
     Attributes:
-        sources: What each seeded parameter's master was made from: "init" (the values that were written, in the dtype
-            that the weight had then), "dequantize" or "dither".
+        sources: Source of each seeded parameter's master: "init" (the values that were written, in the weight's dtype
+            at that time), "dequantize" or "dither".
         released_bytes: Bytes of values before rounding that were dropped.
     """
 
@@ -53,18 +53,18 @@ def seed_masters(
     fallback: Fallback | None = None,
     seed: int = 0,
 ) -> SeedReport:
-    """Set the float32 masters of the FP8 weights to their values before rounding, then drop these.
+    """Set float32 masters to the unrounded values of FP8 weights, then drop these values.
 
-    All ranks call it. The values of every weight under `model` are dropped, also of those that no optimizer trains.
-    What fails on one rank raises on all, an error of the same class, and nothing is set or dropped then.
+    All ranks call it. It drops the values of every weight under `model`, also of weights that no optimizer trains. If
+    one rank fails, all ranks raise an error of the same class, and nothing is set or dropped.
 
     Args:
         optimizer: A `MasterOptimizer`; TransformerEngine's FusedAdam with masters; or an optimizer of float32 masters
             that the parameters name as `main_param` (Megatron) or its state as "master_param". All of them, if the
             weights of `model` are divided among several.
         model: The model, wrapped or not.
-        fallback: What becomes of weights whose values before rounding are not known: None raises, "dequantize" takes
-            the rounded values, "dither" spreads these over their rounding cells (for random initializations alone).
+        fallback: Source for weights whose unrounded values are not known: None raises, "dequantize" uses the rounded
+            values, "dither" spreads these over their rounding cells (for random initializations only).
         seed: Seed of "dither".
 
     Raises:
@@ -77,8 +77,8 @@ def seed_masters(
     groups = _groups_of(model)
     model = model.module if isinstance(model, DistributedDataParallel) else model
     weights = list(fp8_weights(model))
-    # Values that were written to shards get their codes now. Where values are not preserved, they are known no more
-    # then, as they are not in one process.
+    # Quantize values that were written to shards now. Without preservation they are not known afterwards, as in one
+    # process.
     agree_on_written(parameter for _, parameter, _ in weights)
     found: list[tuple[Callable[[torch.Tensor], None], torch.Tensor]] = []
     sources: dict[str, str] = {}
@@ -108,14 +108,16 @@ def seed_masters(
 
 @torch.no_grad()
 def rescale_(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
-    """Give every FP8 weight the scale of its own global maximum, and quantize it again; all ranks call it.
+    """Requantize every FP8 weight with the scale of its global maximum.
+
+    All ranks call it.
 
     TransformerEngine's delayed scaling starts with 1 otherwise.
 
     Args:
         model: Any module.
-        group: The ranks whose weights share scales, for parts that are built as layers of their own (Megatron); by
-            default those that hold other rows of the same parameter.
+        group: The ranks whose weights share scales, for parts that are built as separate layers (Megatron). The default
+            is the ranks that hold other rows of the same parameter.
 
     Returns:
         The number of all-reduces: one for each process group.
@@ -132,8 +134,8 @@ def rescale_(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
 
 
 def fp8_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, WeightState | TeWeight]]:
-    """Yield name, parameter and FP8 rows of each weight, once, in its sharded form."""
-    # gathered weights are other objects than those that optimizers hold
+    """Yield name, parameter and FP8 rows of each weight once, in sharded form."""
+    # gathered weights are other objects than the weights in optimizers
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -158,7 +160,7 @@ def _checked(optimizer: Any, model: Any, fallback: Any) -> list[Optimizer]:
 def _values(
     name: str, weight: WeightState | TeWeight, fallback: Fallback | None, seed: int
 ) -> tuple[torch.Tensor, str]:
-    """Return what a master is made of, [n, columns], and where it came from."""
+    """Return the values [n, columns] for a master, and their source."""
     try:
         values = weight.init_values()
     except StaleInitError as error:
@@ -179,14 +181,17 @@ def _values(
 
 
 def _setter(optimizer: Any, name: str, parameter: Any, *, strict: bool) -> Callable[[torch.Tensor], None] | None:
-    """Return what sets the float32 master of a parameter; None if the optimizer has nothing to do with it."""
+    """Return a setter for the float32 master of a parameter.
+
+    None if the optimizer does not train the parameter.
+    """
     if isinstance(optimizer, MasterOptimizer) and optimizer.owns(parameter):
         return lambda values: optimizer.set_master(parameter, values)
     # `is`: comparing tensors with == or `in` compares their elements
     owned = any(own is parameter for group in optimizer.param_groups for own in group["params"])
     if owned and hasattr(optimizer, "set_scaled_state") and getattr(optimizer, "master_weights", True):
         return _setter_of_fused(optimizer, parameter)
-    # asked first: `state` is a defaultdict, to which a look-up would add an empty entry
+    # checked first: `state` is a defaultdict, and a look-up would add an empty entry
     master = optimizer.state[parameter].get(MASTER) if parameter in optimizer.state else None
     master = getattr(parameter, "main_param", None) if master is None else master
     if isinstance(master, torch.Tensor):
@@ -206,7 +211,7 @@ def _setter(optimizer: Any, name: str, parameter: Any, *, strict: bool) -> Calla
 
 
 def _setter_of_fused(optimizer: Any, parameter: Any) -> Callable[[torch.Tensor], None]:
-    """Return what sets a master of TransformerEngine's FusedAdam, which may hold it scaled."""
+    """Return a setter for a master in TransformerEngine's FusedAdam, which may be scaled."""
     if getattr(optimizer, "store_param_remainders", False) and parameter.dtype == torch.bfloat16:
         raise MissingInitError(
             "FusedAdam(store_param_remainders=True) keeps 16 bits of each master and takes the others from the "
@@ -224,7 +229,7 @@ def _setter_of_fused(optimizer: Any, parameter: Any) -> Callable[[torch.Tensor],
 
 
 def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Return the process groups that connect all ranks which hold parts or copies of a model."""
+    """Return the process groups over all ranks with parts or copies of a model."""
     groups: list[Any] = [m.process_group for m in model.modules() if isinstance(m, DistributedDataParallel)]
     meshes = [p.device_mesh for m in model.modules() for p in m._parameters.values() if isinstance(p, DTensor)]
     groups += [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
@@ -234,7 +239,7 @@ def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
 
 @contextlib.contextmanager
 def _raising_together(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Iterator[None]:
-    """Let all ranks raise, an error of the same class, if one of them does so inside."""
+    """Raise on all ranks, with one error class, if one rank raises in this context."""
     problem: Fp8Error | None = None
     try:
         yield
@@ -253,6 +258,6 @@ def _raising_together(groups: Sequence[dist.ProcessGroup], device: torch.device)
 
 
 def _return_freed_memory() -> None:
-    """Ask glibc to give back what freed values left in its heap; other systems do by themselves, or not."""
+    """Return freed heap memory to the system with glibc's `malloc_trim`, if available."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

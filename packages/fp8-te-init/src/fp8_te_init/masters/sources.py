@@ -1,4 +1,4 @@
-"""What masters are made of and follow: starts, gradients, and writes to parameters."""
+"""Create masters, find their gradients, and match replaced parameters."""
 
 import itertools
 import weakref
@@ -16,7 +16,7 @@ from fp8_te_init.transformer_engine import fp8_of
 
 @torch.no_grad()
 def new_master(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a float32 master of the values before rounding, else of those that the parameter has."""
+    """Return a float32 master of the unrounded values, else of the parameter's values."""
     weight, local = fp8_of(parameter), local_of(parameter)
     start = None if weight is None else weight.init_values()
     values = start if start is not None else local.detach() if weight is None else weight.values()
@@ -24,7 +24,9 @@ def new_master(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def part_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the part of a tensor that `like` is of a tensor of the same shape, distributed as `like` is.
+    """Return a copy of the part of a tensor that corresponds to `like`.
+
+    Both have the same global shape; the copy is distributed like `like`.
 
     Raises:
         Fp8Error: `whole` is distributed itself, and otherwise.
@@ -42,7 +44,7 @@ def part_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def register_master(parameter: torch.Tensor, master: torch.Tensor, *, rounds: bool) -> None:
-    """Let an FP8 weight know its master, which other optimizers of it then share.
+    """Register the master of an FP8 weight, which its other optimizers then share.
 
     Args:
         parameter: The weight.
@@ -63,14 +65,14 @@ def gradient_elsewhere(parameter: Any) -> torch.Tensor | None:
 def exchanged(
     groups: Sequence[tuple[Sequence[torch.Tensor], int]], known: Mapping[torch.Tensor, object]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the parameters that were put in the place of others, each after the other.
+    """Return the parameters that replaced the known ones, in their order.
 
     Args:
         groups: The parameters of each group, and how many it had before.
-        known: The parameters of before, in the order of the groups.
+        known: The previous parameters, in the order of the groups.
 
     Raises:
-        Fp8Error: A parameter is there that is in the place of none, or of one of another shape.
+        Fp8Error: A parameter replaces none of the known ones, or one of another shape.
     """
     rest, found = iter(list(known)), list[tuple[torch.Tensor, torch.Tensor]]()
     present = {id(parameter) for parameters, _ in groups for parameter in parameters}

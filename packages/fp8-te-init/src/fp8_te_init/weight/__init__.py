@@ -1,1 +1,1 @@
-"""The FP8 weight: its storage, its operators, and how it is gathered and saved."""
+"""The FP8 weight: its storage, operators, all-gather and checkpoints."""

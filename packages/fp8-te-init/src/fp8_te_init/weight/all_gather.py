@@ -1,7 +1,7 @@
-"""How FSDP2 gathers primary weights, and how ranks agree on scales: one MAX all-reduce for many weights.
+"""FSDP2 all-gather of primary weights, and agreement on scales by one MAX all-reduce.
 
-The all-gather sends the codes as they are, padded to equal rows; the scales are the same on all ranks. Values that were
-written to shards since the last step (a load, an initialisation) are agreed on first, by all ranks together.
+The all-gather sends the codes, padded to equal rows; the scales are the same on all ranks. If shards were written to
+since the last step (a load, an initialization), all ranks agree on their scales first.
 """
 
 import weakref
@@ -22,20 +22,20 @@ from fp8_te_init.weight.state import Record, WeightState
 
 
 class Quantizable(Protocol):
-    """FP8 rows that can be quantized anew: `WeightState`, or `TeWeight` for TransformerEngine's tensors."""
+    """FP8 rows that can be requantized: `WeightState`, or `TeWeight` for TransformerEngine's tensors."""
 
     def amax_bits(self, values: torch.Tensor) -> torch.Tensor:
-        """Return int32 [k] whose MAX over ranks gives the scales; none if the ranks need not agree."""
+        """Return int32 [k] whose MAX over ranks gives the scales; empty without agreement."""
 
     def quantize_(self, values: torch.Tensor, bits: torch.Tensor | None, *, record: Record = "start") -> None:
-        """Write codes of values [n, columns], with the scales of the combined `bits`, or of these values alone."""
+        """Write codes of values [n, columns], scaled by the combined `bits` or locally."""
 
 
 GATHERED = "_fp8_gathered_from"
 """The attribute of a module with the shard, held weakly, whose values before rounding its next forward may release."""
 
 Waiting = tuple[Quantizable, torch.Tensor, dist.ProcessGroup | None]
-"""A weight, values [n, columns] that are to be quantized, and the ranks that hold the other rows."""
+"""A weight, the values [n, columns] to quantize, and the ranks with other rows."""
 
 
 @torch.no_grad()
@@ -58,7 +58,9 @@ def quantize_together(waiting: Sequence[Waiting], *, record: Record = "start") -
 
 
 def agree_on_written(parameters: Iterable[torch.Tensor]) -> None:
-    """Agree on the scales of weights whose shards were written to; all ranks call it with the same parameters.
+    """Agree on the scales of weights whose shards were written to.
+
+    All ranks call it with the same parameters.
 
     A sharded weight is expected to be written to on all ranks, or on none.
     """
@@ -78,7 +80,7 @@ def pre_all_gather(
     module: nn.Module,
     mp_policy: MixedPrecisionPolicy,
 ) -> tuple[tuple[torch.Tensor, ...], tuple]:
-    """Return the uint8 rows that this rank sends, and what `post_all_gather` needs besides.
+    """Return this rank's uint8 rows and the metadata for `post_all_gather`.
 
     FSDP2 gives the arguments; `module` is the one that has the parameter.
 
@@ -94,7 +96,7 @@ def pre_all_gather(
         fsdp.check_gathers(own)
         if origin.pending == "agreement":
             agree_on_written(shard.parameter for shard in own)
-            if origin is not state:  # what is sent was copied before the agreement
+            if origin is not state:  # the rows to send were copied before the agreement
                 state.codes.copy_(origin.codes)
                 state.scale.copy_(origin.scale)
                 state.mark_consistent()
@@ -103,8 +105,8 @@ def pre_all_gather(
                 shard.local._state.pending = None
     if origin.start is not None:
         module.__dict__[GATHERED] = weakref.ref(origin)
-    # FSDP2 does not pad what this hook returns, and ranks that send different sizes would corrupt the gather.
-    # A weight that FSDP2 only replicates is whole on each rank.
+    # FSDP2 does not pad the result of this hook, and ranks that send different sizes would corrupt the gather. A weight
+    # that FSDP2 only replicates is whole on each rank.
     rows = state.rows if state.rows == state.full_shape[0] else -(-state.full_shape[0] // mesh.size())
     padded = torch.Size((rows, *state.full_shape[1:]))
     codes = state.codes if state.codes.shape == padded else state.own_codes
@@ -114,18 +116,24 @@ def pre_all_gather(
 def post_all_gather(
     weight: Any, outputs: tuple[torch.Tensor, ...], metadata: tuple, param_dtype: torch.dtype, *, out: Any = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-    """Make the gathered weight from the rows of all ranks, or bring an existing one up to date."""
+    """Build or update the gathered weight from the rows of all ranks."""
     scale_inv, part = metadata
     return finish_gather(outputs[0], scale_inv, part.grid, part.full_shape, param_dtype, out=out)
 
 
 def _origin(state: WeightState, module: nn.Module) -> WeightState:
-    """Return the state of the shard that is gathered. Under CPU offload FSDP2 sends a copy, with the same start."""
+    """Return the state of the gathered shard.
+
+    Under CPU offload FSDP2 sends a copy, with the same unrounded values.
+    """
     held = [_state_of(local_of(parameter)) for parameter in module._parameters.values()]
     copied = (own for own in held if own is not None and own.part == state.part and own.start is state.start)
     return state if state in held else next(copied, state)
 
 
 def _state_of(local: Any) -> WeightState | None:
-    """Return the state of a local FP8 weight, whose class stands on this module; None for other tensors."""
+    """Return the state of a local FP8 weight, None for other tensors.
+
+    The class is defined in a module above this one.
+    """
     return getattr(local, "_state", None)

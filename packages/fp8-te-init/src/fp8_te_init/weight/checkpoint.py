@@ -1,4 +1,6 @@
-"""State dicts: uint8 codes [rows, 1, columns] under the weight's name; scales and history are buffers of the module.
+"""State dicts of FP8 weights: codes under the weight's name, scales as buffers.
+
+Codes are uint8 [rows, 1, columns]; scales and history are buffers of the module.
 
 torch saves, loads, moves and broadcasts them like any tensor. The dimension of 1 is for other models: none of their
 loaders takes codes for values, since no weight of a linear layer has three dimensions. A checkpoint of the unconverted
@@ -21,7 +23,7 @@ from fp8_te_init.weight.tensor import PrimaryFloat8Weight, primary_of
 
 
 def buffer_names(name: str, state: WeightState) -> tuple[str, str]:
-    """Return the names of the buffers with the scales and the history of the parameter `name`.
+    """Return the names of the scale and history buffers of parameter `name`.
 
     The format is part of the name: codes of another one miss a key then, instead of meaning other values.
     """
@@ -34,9 +36,9 @@ def is_scale(name: str) -> bool:
 
 
 def show_scales(module: nn.Module, name: str = "weight") -> None:
-    """Make the scales of an FP8 parameter buffers of its module, and its codes what state dicts hold.
+    """Register the scales of an FP8 parameter as buffers, and its codes for state dicts.
 
-    Called again it brings the buffers up to date, after `swap_tensors` for example.
+    Another call updates the buffers, after `swap_tensors` for example.
     """
     primary = primary_of(module._parameters.get(name))
     if primary is None:
@@ -52,13 +54,13 @@ def show_scales(module: nn.Module, name: str = "weight") -> None:
 
 
 def _before_saving(name: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Agree on scales that wait: codes with this rank's guess of a scale could be read by nobody."""
+    """Agree on pending scales; other ranks could not decode codes with a local scale."""
     parameter = module._parameters.get(name)
     if parameter is not None:
         agree_on_written([parameter])
         show_scales(module, name)
         primary = primary_of(parameter)
-        # codes alone may be the target of the load that brings their scales
+        # codes alone may be the target of a load that provides their scales later
         if primary is not None and primary.state.problem == SCALES_ALONE:
             primary.state.check()
 
@@ -67,11 +69,11 @@ def _codes_out(name: str, module: nn.Module, state_dict: dict, prefix: str, loca
     value: Any = state_dict.get(f"{prefix}{name}")
     primary = primary_of(value)
     if primary is not None and primary.is_meta:
-        # there are no codes yet: loaders that look here for names and dtypes, as Transformers does, bring values
+        # no codes yet: loaders that read names and dtypes here, such as Transformers, provide values
         for buffer in buffer_names(name, primary.state):
             state_dict.pop(f"{prefix}{buffer}", None)
     elif primary is not None:
-        # a view of the storage: what is read into it (dcp.load) counts as a write there
+        # a view of the storage: dcp.load reads into it, which counts as a write there
         codes = primary.view_of(primary.state.codes).unsqueeze(1)
         if isinstance(value, DTensor):
             rows, columns = value.shape
@@ -87,7 +89,7 @@ def _codes_out(name: str, module: nn.Module, state_dict: dict, prefix: str, loca
 
 
 def _codes_in(name: str, module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *rest: Any) -> None:
-    """Prepare what is about to be loaded: values of the unconverted model, or codes that are assigned."""
+    """Prepare a load: values of the unconverted model, or codes that are assigned."""
     key, parameter = f"{prefix}{name}", cast("torch.Tensor", module._parameters.get(name))
     given, primary = state_dict.get(key), primary_of(parameter)
     if primary is None or not isinstance(given, torch.Tensor):
@@ -108,7 +110,7 @@ def _codes_in(name: str, module: nn.Module, state_dict: dict, prefix: str, local
         if local.state is state and not state.loading:  # values were broadcast into it
             state_dict |= own
     elif local_metadata.get("assign_to_params_buffers"):
-        # `load_state_dict(assign=True)` would put plain tensors in the place of parameter and buffers
+        # `load_state_dict(assign=True)` would replace parameter and buffers by plain tensors
         given_scales = {} if local.is_floating_point() else {b: state_dict[b] for b in own if b in state_dict}
         loaded = _assigned(state, local, *(given_scales.get(buffer) for buffer in own))
         state_dict[key] = distributed_like(given, loaded)
@@ -122,7 +124,7 @@ def _codes_in(name: str, module: nn.Module, state_dict: dict, prefix: str, local
 def _assigned(
     state: WeightState, given: torch.Tensor, scale: torch.Tensor | None, history: torch.Tensor | None = None
 ) -> PrimaryFloat8Weight:
-    """Return an FP8 weight that holds given codes and scales themselves, or the quantized values."""
+    """Return an FP8 weight that holds given codes and scales, or quantized values."""
     if given.is_floating_point():
         codes = torch.zeros(given.shape, dtype=torch.uint8, device=given.device)
         fresh = state.around(codes, part=dataclasses.replace(state.part, dtype=given.dtype), pending=None)

@@ -9,11 +9,11 @@ from fp8_common.torch_layers.sharding.scale_grid import Region, ScaleGrid
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Which weight this is, and which of its rows: what no write changes.
+    """Identity of a weight and its local rows: facts that no write changes.
 
     Attributes:
         grid: How the weight is cast, and where its scales lie.
-        dtype: float32, bfloat16 or float16: what the weight stands for.
+        dtype: float32, bfloat16 or float16: the high-precision dtype of the weight.
         full_shape: [rows, columns] of the whole weight.
         first_row: Index of the first row that is held here; None for a weight that is whole on each rank.
     """
@@ -25,5 +25,5 @@ class Part:
 
     @property
     def region(self) -> Region:
-        """Where the rows that are held here begin."""
+        """Index of the first local row."""
         return Region.along(0, self.first_row or 0, self.full_shape)

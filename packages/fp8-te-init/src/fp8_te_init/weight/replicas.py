@@ -1,4 +1,4 @@
-"""`broadcast_weights_`: the FP8 weights of one rank on all, as `DistributedDataParallel` needs them."""
+"""`broadcast_weights_`: copies FP8 weights from one rank to all, for `DistributedDataParallel`."""
 
 import functools
 
@@ -17,7 +17,9 @@ from fp8_te_init.weight.tensor import primary_of
 
 @torch.no_grad()
 def broadcast_weights_(model: nn.Module, group: dist.ProcessGroup | None = None, root: int = 0) -> None:
-    """Give all ranks the codes, scales and values before rounding of one; all ranks of the group call it.
+    """Broadcast codes, scales and unrounded values from one rank.
+
+    All ranks of the group call it.
 
     Args:
         model: The same model on every rank.
@@ -25,8 +27,8 @@ def broadcast_weights_(model: nn.Module, group: dist.ProcessGroup | None = None,
         root: The rank that sends, counted in the group.
 
     Raises:
-        Fp8Error: The weights differ in shape or cast, or masters were made from weights that are not those of `root`.
-            On all ranks, and before anything is written.
+        Fp8Error: The weights differ in shape or cast, or masters were made from other weights than those on `root`.
+            Raised on all ranks, before anything is written.
     """
     group = group or dist.group.WORLD
     if group is None:
@@ -60,7 +62,10 @@ def _refuse_unlike(states: list[WeightState], group: dist.ProcessGroup, source: 
 
 
 def _refuse_other_masters(states: list[WeightState], group: dist.ProcessGroup, source: int) -> None:
-    """Refuse if this would part weights from masters: they would start anew from rounded values on some ranks alone."""
+    """Raise if the broadcast would separate weights from masters.
+
+    Masters would restart from rounded values on some ranks only.
+    """
     owned = [state.live_master is not None and dist.get_rank() != source for state in states]
     if not _any_rank(any(owned), group):
         return
@@ -101,7 +106,9 @@ def _broadcast_start(state: WeightState, group: dist.ProcessGroup, source: int) 
 
 
 def _on_module(owner: nn.Module, name: str, module: nn.Module) -> None:
-    """Broadcast before DDP does: it would send values, of which what it writes afterwards is then equal already.
+    """Broadcast before DDP does.
+
+    DDP would send values; its own broadcast then finds equal values everywhere.
 
     DDP would also broadcast the scales again, which are buffers, before each forward.
     """
@@ -115,5 +122,8 @@ def _on_module(owner: nn.Module, name: str, module: nn.Module) -> None:
 
 @functools.cache
 def watch() -> None:
-    """Look at modules that are registered from now on; never taken out: torch walks over hooks in other threads."""
+    """Install the hook on module registration.
+
+    It is never removed, because torch iterates over hooks in other threads.
+    """
     register_module_module_registration_hook(_on_module)

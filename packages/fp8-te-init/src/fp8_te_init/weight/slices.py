@@ -1,4 +1,4 @@
-"""`quantize_master_weights`: FP8 weights from flat slices of masters, one slice of each weight on each rank."""
+"""`quantize_master_weights`: quantizes FP8 weights from flat slices of masters on each rank."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class _Slice:
 
     @property
     def rows(self) -> torch.Tensor:
-        """The rows that it touches, [k, columns], with zeros for elements of other ranks: no amax sees these."""
+        """The touched rows [k, columns], with zeros for elements on other ranks: no effect on amax."""
         columns, count = self.state.full_shape[1], self.values.numel()
         if not count:
             return self.values.new_zeros(0, columns)
@@ -41,7 +41,7 @@ class _Slice:
 
     @property
     def region(self) -> Region:
-        """Where these rows begin."""
+        """Index of the first of these rows."""
         shape = self.state.full_shape
         return Region.along(0, self.first // max(1, shape[1]), shape)
 
@@ -60,12 +60,12 @@ def quantize_master_weights(
     start_offsets: Sequence[int | None],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Quantize masters that ranks hold in flat slices into whole FP8 weights: a step of a distributed optimizer.
+    """Quantize flat slices of masters into whole FP8 weights, for distributed optimizers.
 
-    Codes and scales are those of the whole master, wherever slices cut rows and blocks. The arguments are those of
-    TransformerEngine's function, which leaves it to the caller to gather the codes; here all ranks hold all codes
-    afterwards. Values before rounding are dropped. All ranks of the group call it. It takes three collectives, whatever
-    the number of weights: one finds mistakes, one agrees on scales, one gathers codes.
+    Codes and scales equal those from the whole master, for any cut of rows and blocks. The arguments are those of
+    TransformerEngine's function, which leaves the gather of codes to the caller; here all ranks hold all codes
+    afterwards. Unrounded values are dropped. All ranks of the group call it. It takes three collectives for any number
+    of weights: one finds mistakes, one agrees on scales, one gathers codes.
 
     Args:
         model_weights: FP8 weights that are whole on each rank, the same in the same order on all ranks.
@@ -99,7 +99,7 @@ def quantize_master_weights(
         for one, (first, count), part in zip(slices, places, codes[: sum(counts)].split(counts), strict=True):
             one.state.codes.view(-1)[first : first + count] = part
     for weight, one in zip(model_weights, slices, strict=True):
-        # autograd then refuses the backward of a forward that saw the weight of before
+        # autograd then rejects the backward of a forward that used the previous weight
         increment_version(weight)
         one.state.release()
         one.state.mark_consistent()
@@ -139,7 +139,7 @@ def _slice_of(weight: torch.Tensor, values: torch.Tensor | None, first: int | No
 
 
 def _refuse(problem: Fp8Error | None, table: list, shapes: list[tuple[int, ...]]) -> None:
-    """Raise, on all ranks alike, what one of them has found, or what their slices are together."""
+    """Raise the same error on all ranks for a local mistake or for inconsistent slices."""
     if any(of_rank[0][0] for of_rank in table):
         raise problem or Fp8Error("Another rank gave quantize_master_weights wrong slices; its message says which.")
     for index, shape in enumerate(shapes):

@@ -1,4 +1,4 @@
-"""`WeightState`: one storage of FP8 codes, its scales, and the values before rounding that it was made from.
+"""`WeightState`: storage of FP8 codes, their scales, and the preserved unrounded values.
 
 All tensors that alias the storage share one `WeightState`, so nothing that is known of a weight can be lost between
 them. Scales and history are buffers of the layer: they are written in place and never replaced.
@@ -25,10 +25,10 @@ Release = Literal["seed", "forward", "manual"]
 """When the values before rounding are dropped: once no master needs them, after the first forward, or by the user."""
 
 Record = Literal["step", "start", "nothing"]
-"""What delayed scaling makes of an amax: the next entry of its history, the first one of a new history, or nothing."""
+"""Effect of an amax on delayed scaling: next history entry, first entry, or none."""
 
 Due = Literal["check", "agreement"]
-"""What has to happen before the codes of shards are gathered."""
+"""Condition to meet before the codes of shards are gathered."""
 
 CODES_ALONE = "Codes were loaded without the scales that belong to them"
 SCALES_ALONE = "Scales were overwritten without the codes that belong to them"
@@ -49,8 +49,8 @@ class WeightState:
         history: float32 [window] of delayed scaling, newest first; None without it.
         start: The values before rounding of the rows held here, [n, columns]; None if they are not known.
         keeps: When `start` is dropped; None if values that are written are not kept.
-        due: What has to happen before codes of shards are gathered: "agreement" of all ranks on a scale, for which
-            `start` stays, or a "check" that FSDP2 can gather them. None: nothing, as for a weight that is whole.
+        pending: Condition to meet before codes of shards are gathered: "agreement" of all ranks on a scale, for which
+            `start` is kept, or a "check" that FSDP2 can gather them. None if nothing is pending, as for a whole weight.
         master: The float32 master, held weakly, which optimizers of the same weight share; and the dtype to which it is
             rounded before it is quantized.
         displaced: The weight before the last write, with its master as `start`, until the next step: an average that is
@@ -72,7 +72,7 @@ class WeightState:
 
     @classmethod
     def empty(cls, like: torch.Tensor, cast: CastRecipe, keeps: Release | None = None) -> "WeightState":
-        """Return the state of a whole weight of zeros, with the shape, dtype and device of `like` [rows, columns]."""
+        """Return the state of a whole weight of zeros like `like` [rows, columns]."""
         window, grid = cast.policy.history, ScaleGrid(cast)  # 0 for every scaling but delayed
         return cls(
             part=Part(grid=grid, dtype=like.dtype, full_shape=like.shape),
@@ -83,12 +83,12 @@ class WeightState:
         )
 
     def __post_init__(self) -> None:
-        """Take codes and scales for those of one weight, unless told otherwise."""
+        """Mark codes and scales as consistent unless another state is given."""
         if self.settled is None:
             self.mark_consistent()
 
     def around(self, codes: torch.Tensor, **changes: Any) -> "WeightState":
-        """Return the state of other storage for the same weight, with scales of its own and the same start."""
+        """Return a state on other storage: own scales, the same unrounded values."""
         self.follow_loads()
         own: dict[str, Any] = {"master": None, "displaced": None, "settled": None}
         own |= {name: _copied(getattr(self, name), codes.device) for name in ("scale", "history")}
@@ -97,7 +97,7 @@ class WeightState:
             twin.pending = "check"
         if self.loading:
             twin.mark_scales_pending()
-        elif self.problem is not None:  # scales alone, of which a copy knows nothing else
+        elif self.problem is not None:  # scales alone; a copy has no other record of them
             twin.settled = version_of(twin.codes), -1, self.scale_inv.to(codes.device)
         return twin
 
@@ -105,12 +105,12 @@ class WeightState:
 
     @property
     def cast(self) -> CastRecipe:
-        """How the weight is cast."""
+        """Cast of the weight."""
         return self.part.grid.cast
 
     @property
     def dtype(self) -> torch.dtype:
-        """float32, bfloat16 or float16: what the weight stands for."""
+        """float32, bfloat16 or float16: the high-precision dtype of the weight."""
         return self.part.dtype
 
     @property
@@ -125,7 +125,7 @@ class WeightState:
 
     @property
     def sharded(self) -> bool:
-        """Whether other ranks may hold other rows, so that scales have to be agreed on."""
+        """Whether other ranks may hold other rows, so that ranks must agree on scales."""
         return self.part.first_row is not None
 
     @property
@@ -140,7 +140,7 @@ class WeightState:
 
     @property
     def device(self) -> torch.device:
-        """Where the codes are."""
+        """Device of the codes."""
         return self.codes.device
 
     @property
@@ -166,7 +166,7 @@ class WeightState:
 
     @property
     def scale_inv(self) -> torch.Tensor:
-        """float32 scales of the whole weight, back from FP8, of the shape of `scale`; written to by nobody."""
+        """float32 scales back from FP8, of the shape of `scale`; read only."""
         assert self.settled is not None  # noqa: S101  from `__post_init__` on
         return self.settled[2]
 
@@ -183,7 +183,7 @@ class WeightState:
         return decoding.dequantize(self.float8_codes, scale_inv, self.fmt, dtype)
 
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
-        """Return uint8 codes of values [n, columns] of the rows that are held here, with the present scales."""
+        """Return uint8 codes of values [n, columns] of local rows, with the current scales."""
         return self.part.grid.quantize_part(values, self.scale, self.part.region).view(torch.uint8)
 
     def expanded_scale_inv(self) -> torch.Tensor:
@@ -191,7 +191,7 @@ class WeightState:
         return self.part.grid.of_part(self.scale_inv, self.own_codes.shape, self.part.region)
 
     def amax_bits(self, values: torch.Tensor) -> torch.Tensor:
-        """Return int32 [k], the bits of the absolute maxima, whose MAX over ranks gives the scales."""
+        """Return int32 [k], the bits of absolute maxima, whose MAX over ranks gives scales."""
         return self.part.grid.amax_bits(values, self.part.region)
 
     def quantize_(self, values: torch.Tensor, bits: torch.Tensor | None, *, record: Record = "start") -> None:
@@ -200,8 +200,8 @@ class WeightState:
         Args:
             values: float16, bfloat16 or float32, on the device of the codes.
             bits: `amax_bits`, combined over ranks; None makes the scales of these values alone.
-            record: What delayed scaling makes of them. An optimizer's "step" is cast with the scale of earlier steps;
-                all else with the one of `bits`.
+            record: Effect on delayed scaling. An optimizer's "step" is cast with the scale of earlier steps; everything
+                else with the scale from `bits`.
         """
         if bits is None and self.history is None and self.rows == self.part.full_shape[0]:
             cast = self.part.grid.quantize_whole(values)  # amax, scales and codes in one pass, with the bits of below
@@ -217,7 +217,7 @@ class WeightState:
         self._has_agreed()
 
     def set_scale(self, bits: torch.Tensor, record: Record) -> None:
-        """Set the scales that follow from agreed bits, and the history; the caller writes the codes."""
+        """Set scales and history from agreed bits; the caller writes the codes."""
         amax, previous = self.part.grid.amax(bits, self.full_shape), None
         if self.history is not None:
             algo, previous = self.cast.policy.algo, self.scale
@@ -230,15 +230,18 @@ class WeightState:
         self.scale.copy_(casts.scale_from_amax(amax, self.fmt, self.cast.policy, previous))
 
     def write(self, values: torch.Tensor, *, replaces: bool = True, fresh: bool = False) -> None:
-        """Take over new values [n, columns]: codes, start and master at once; the ranks agree on a scale later.
+        """Set new values [n, columns]: codes, unrounded values and master.
 
-        Values that are the rounding of the present weight, or of the one before the last write, are that weight:
-        somebody has read them and puts them back.
+        The ranks agree on a scale later.
+
+        Values equal to the rounding of the current weight, or of the weight before the last write, leave it unchanged:
+        user code read them and wrote them back.
 
         Args:
             values: float16, bfloat16 or float32, on the device of the codes.
             replaces: Whether they replace the present values; an edit in several steps is one change otherwise.
-            fresh: Whether they were made anew, so that they are nothing that was read here. The host does not wait.
+            fresh: Whether the values were created here, so that they cannot be read-back values. The host does not
+                wait.
         """
         values = values.detach()
         for held in () if fresh else (self, self.displaced):
@@ -257,7 +260,10 @@ class WeightState:
         self._set_master(values)
 
     def take(self, other: "WeightState", row: int = 0) -> None:
-        """Take over codes, scales and start of a weight of the same shape and cast, those of the rows from `row`."""
+        """Copy codes, scales and unrounded values of a weight with the same shape and cast.
+
+        Rows start at `row`.
+        """
         refused, moves = other.problem is not None, other.sharded and self.rows == 0
         self.displace()
         if moves:  # FSDP2 pads a shard in the first forward, which may come while another weight is put in
@@ -279,7 +285,7 @@ class WeightState:
         self.follow_codes()
 
     def _take_start(self, values: torch.Tensor) -> None:
-        """Keep values before rounding as long as they are needed; of shards until the ranks agree on a scale."""
+        """Keep unrounded values while needed; those of shards until ranks agree on a scale."""
         if self.sharded:
             self.pending = "agreement"
         if self.keeps is not None:
@@ -304,7 +310,7 @@ class WeightState:
 
     @property
     def live_master(self) -> torch.Tensor | None:
-        """The float32 master of the rows that are held here, as its optimizer holds it, if there is one."""
+        """The float32 master of the local rows as its optimizer holds it, or None."""
         master = None if self.master is None else self.master[0]()
         if master is None:
             return None
@@ -312,7 +318,10 @@ class WeightState:
         return master if (local.shape, local.device) == (self.own_codes.shape, self.device) else None
 
     def made_of(self, master: torch.Tensor | None) -> torch.Tensor | None:
-        """Return what is quantized of a master [n, columns], if the codes are its rounding; else None."""
+        """Return the values quantized from a master [n, columns] if the codes match it.
+
+        None otherwise.
+        """
         if master is None or self.master is None:
             return None
         values = local_of(master).detach().to(self.master[1])
@@ -326,7 +335,7 @@ class WeightState:
             local_of(master).data.copy_(values)
 
     def displace(self, replaces: bool = True) -> None:
-        """Remember the present weight with its master, which a write is about to change."""
+        """Record the current weight with its master before a write."""
         self.follow_loads()
         master = self.live_master
         if master is None:
@@ -336,7 +345,7 @@ class WeightState:
             self.displaced = self.around(self.codes.clone(), **own)
 
     def follow_codes(self) -> None:
-        """Let the master follow codes that came from elsewhere, unless it is what they are the rounding of."""
+        """Update the master from external codes, unless they are already its rounding."""
         if self.live_master is not None:
             self._set_master_of_codes()
         if self.displaced is not None:
@@ -368,7 +377,7 @@ class WeightState:
     # ------------------------------------------------------------ the values before rounding
 
     def init_values(self) -> torch.Tensor | None:
-        """Return the values before rounding [n, columns], or None if they are not preserved.
+        """Return the unrounded values [n, columns], None if they are not preserved.
 
         Raises:
             StaleInitError: They do not quantize to the present codes.
@@ -385,7 +394,10 @@ class WeightState:
         return self.start
 
     def best_values(self) -> torch.Tensor:
-        """Return the most exact values that the codes are made of, on their device: start, master, or rounded ones."""
+        """Return the most exact known values: unrounded, master, or rounded ones.
+
+        They are on the device of the codes.
+        """
         try:
             values = self.init_values()
         except StaleInitError:
@@ -394,9 +406,9 @@ class WeightState:
         return self.values() if values is None else values.to(self.device)
 
     def release(self) -> int:
-        """Drop the values before rounding, and preserve none from now on; return their bytes.
+        """Drop the unrounded values, stop preserving them, and return their bytes.
 
-        Values whose scale the ranks have not agreed on stay until they have, for nobody to see.
+        While ranks have not agreed on a scale, the values are kept internally.
         """
         held, self.keeps = self.start, None
         if held is None or self.pending == "agreement":
@@ -412,12 +424,12 @@ class WeightState:
     # ------------------------------------------------------------ loads
 
     def mark_scales_pending(self) -> None:
-        """Take what is in the storage for codes of a checkpoint, whose scales come next."""
+        """Mark the codes as loaded; their scales are expected next."""
         self.settled = None, version_of(self.scale), casts.reciprocal(self.scale)
         self._forget_start()
 
     def _forget_start(self) -> None:
-        """Know nothing of the values before rounding: codes came, with the scales that all ranks have."""
+        """Forget the unrounded values: codes were loaded with scales shared by all ranks."""
         self.start = None
         self._has_agreed()
 
@@ -426,7 +438,7 @@ class WeightState:
             self.pending = "check"
 
     def check(self) -> None:
-        """Refuse codes whose scales did not come, and scales that were written without their codes.
+        """Raise if codes lack their scales, or scales their codes.
 
         Raises:
             Fp8Error: One of both.
@@ -445,28 +457,28 @@ class WeightState:
             self.follow_codes()
 
     def follow_loads(self) -> None:
-        """Let the master follow a load that is complete and that nobody has looked at yet."""
+        """Update the master after a complete load that was not read yet."""
         if self.problem is None:
             self.check()
 
     @property
     def loading(self) -> bool:
-        """Whether codes were put in place whose scales have not come yet."""
+        """Whether codes were loaded whose scales are still missing."""
         return self.settled is not None and self.settled[0] is None
 
     @property
     def codes_came(self) -> bool:
-        """Whether codes were written to since codes and scales were last known to belong together."""
+        """Whether the codes were written to since they were last consistent with the scales."""
         return self.settled is not None and version_of(self.codes) != self.settled[0]
 
     @property
     def scales_came(self) -> bool:
-        """Whether the scales were written to since codes and scales were last known to belong together."""
+        """Whether the scales were written to since they were last consistent with the codes."""
         return self.settled is not None and version_of(self.scale) != self.settled[1]
 
     @property
     def problem(self) -> str | None:
-        """Why codes and scales do not belong together; None if they do, as far as is known."""
+        """Reason why codes and scales are inconsistent, None if they are consistent."""
         if self.scale.is_meta:
             return None
         if self.codes_came and not self.scales_came:
@@ -476,7 +488,7 @@ class WeightState:
         return None
 
     def mark_consistent(self, scale_inv: torch.Tensor | None = None) -> None:
-        """Take the scales that are there for those of the codes, and `scale_inv` for what leads back."""
+        """Mark codes and scales as consistent, with `scale_inv` as the reciprocal."""
         scale_inv = casts.reciprocal(self.scale) if scale_inv is None else scale_inv
         self.settled = version_of(self.codes), version_of(self.scale), scale_inv
 

@@ -1,8 +1,8 @@
-"""`PrimaryFloat8Weight`: a tensor of a high-precision dtype that holds FP8 codes and scales, nothing else.
+"""`PrimaryFloat8Weight`: a tensor of a high-precision dtype that holds only FP8 codes and scales.
 
-Reading it in any operator gives the dequantized values; views alias the codes. Writing to it means: take the values
-before rounding (the rounded ones where there are none), apply the operator to them, quantize again. So every
-initialization function works on it, and what it makes is preserved exactly. FSDP2 gathers the codes.
+Any operator reads the dequantized values; views alias the codes. A write starts from the unrounded values (the rounded
+ones if those are not preserved), applies the operator, and quantizes again. So every initialization function works on
+it, and its result is preserved exactly. FSDP2 gathers the codes.
 """
 
 import copy
@@ -34,7 +34,7 @@ from fp8_te_init.weight.state import WeightState
 aten = torch.ops.aten
 logger = logging.getLogger(__name__)
 
-# Results of these are FP8 weights of their own.
+# Results of these are new FP8 weights.
 _COPIES = {aten.clone.default, aten.empty_like.default, aten._pin_memory.default, aten._to_copy.default}
 # These replace all values: nothing accumulates that rounding could lose.
 _OVERWRITES = {aten.copy_, aten._foreach_copy_, aten.fill_, aten.zero_, aten._foreach_zero_}
@@ -43,7 +43,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "symm_mem")
 
 
 class _Traced:
-    """A state as compilers see it. Their guards hold copies, which have what code depends on and no state."""
+    """Stateless view of a `WeightState` for compilers, whose guards hold copies."""
 
     def __init__(self, state: WeightState) -> None:
         self.state: Any = state
@@ -56,14 +56,16 @@ class _Traced:
 
 
 class PrimaryFloat8Weight(torch.Tensor):
-    """A weight [rows, columns], or this rank's rows of it, as FP8 codes; reports the dtype that it stands for.
+    """A weight [rows, columns], or its local rows, as FP8 codes.
+
+    It reports the high-precision dtype.
 
     Args:
         codes: uint8 view of `state.codes`.
-        state: What is known of the storage; shared by all aliases.
+        state: State of the storage; shared by all aliases.
     """
 
-    # Slots: what copies `vars(parameter)` to another parameter must not keep codes and state alive with it.
+    # Slots: copying `vars(parameter)` to another parameter must not keep codes and state alive.
     __slots__ = ("_codes", "_state")
     _codes: torch.Tensor
     _state: WeightState
@@ -80,7 +82,7 @@ class PrimaryFloat8Weight(torch.Tensor):
         """Wrap `codes` without copying them.
 
         Loaders (accelerate's `init_empty_weights`) rebuild parameters as `type(p)(p.to(device), **p.__dict__)`: a
-        weight in place of codes is made a parameter as it is, and the attributes are left to their owners.
+        weight passed as codes becomes a parameter unchanged, and its owners keep the attributes.
         """
         if state is None or isinstance(codes, PrimaryFloat8Weight):
             rebuilt: Any = nn.Parameter(codes, requires_grad=requires_grad)
@@ -94,7 +96,9 @@ class PrimaryFloat8Weight(torch.Tensor):
     # ------------------------------------------------------------ the protocol of TransformerEngine
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
-        """Return the values before rounding, [n, columns] on the host, or None. It may be called again.
+        """Return the unrounded values [n, columns] on the host, or None.
+
+        It may be called again.
 
         Raises:
             StaleInitError: The codes were changed behind its back.
@@ -105,37 +109,39 @@ class PrimaryFloat8Weight(torch.Tensor):
         """Drop the values before rounding, and preserve none from now on."""
         self._state.release()
 
-    # ------------------------------------------------------------ what else it offers
+    # ------------------------------------------------------------ other public methods
 
     @property
     def state(self) -> WeightState:
-        """What is known of the storage."""
+        """State of the storage."""
         return self._state
 
     @property
     def scale(self) -> torch.Tensor:
-        """float32 scales of the whole weight, into FP8: [] for one, [rows, 1] or one for each block."""
+        """float32 scales into FP8: [] for one, [rows, 1] or one for each block."""
         return self._state.scale
 
     @property
     def codes(self) -> torch.Tensor:
-        """The codes of this view, of its shape, in torch's float8 dtype; they share memory with the weight."""
+        """The codes of this view in torch's float8 dtype; they share the weight's memory."""
         return self._codes.view(self._state.float8_codes.dtype)
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the values that the codes stand for: a plain tensor of this shape in `dtype` (this one's)."""
+        """Return the dequantized values: a plain tensor of this shape in `dtype` (default: this dtype)."""
         if self.is_meta:
             return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
         return self.view_of(self._state.all_values(dtype or self.dtype).contiguous())
 
     @property
     def data(self) -> torch.Tensor:  # pyrefly: ignore[bad-override]
-        """An alias outside of autograd. Setting it takes over values, or another FP8 weight's codes and start.
+        """An alias outside of autograd.
 
-        Aliases that were taken before go on showing what they showed, as those of plain tensors do.
+        Setting it copies values, or another FP8 weight's codes and unrounded values.
+
+        Existing aliases keep showing the old values, like aliases of plain tensors.
 
         Raises:
-            Fp8Error: What is set has another shape, dtype or device, or is a view of a larger buffer.
+            Fp8Error: The new value has another shape, dtype or device, or is a view of a larger buffer.
         """
         return super().data
 
@@ -170,11 +176,14 @@ class PrimaryFloat8Weight(torch.Tensor):
             self.copy_(values)
 
     def data_ptr(self) -> int:
-        """Return the address of the codes, by which tools know parameters; the tensor itself has no storage."""
+        """Return the address of the codes, which tools use as an identity.
+
+        The tensor itself has no storage.
+        """
         return self._codes.data_ptr()
 
     def share_memory_(self) -> "PrimaryFloat8Weight":
-        """Refuse: other processes would write to codes, and this one would not see it.
+        """Raise: other processes could write to codes without a record in this one.
 
         Raises:
             Fp8UnsupportedError: Always.
@@ -186,13 +195,13 @@ class PrimaryFloat8Weight(torch.Tensor):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this view shows all rows that are held here, with or without padding."""
+        """Whether this view shows all local rows, with or without padding."""
         own = self._state.codes
         rows = self._codes.shape[0] if self._codes.ndim == own.ndim else -1
         return self._codes.data_ptr() == own.data_ptr() and rows in (self._state.rows, own.shape[0])
 
     def view_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the part of a contiguous tensor of the storage's shape, of any dtype, that this view shows."""
+        """Return this view's part of a contiguous tensor of the storage's shape."""
         offset = self._codes.storage_offset() - self._state.codes.storage_offset()
         return whole.as_strided(self._codes.shape, self._codes.stride(), whole.storage_offset() + offset)
 
@@ -212,7 +221,7 @@ class PrimaryFloat8Weight(torch.Tensor):
         return _rebuild, (part, fields, self._codes, trained)
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
-        """Copy codes, scales and start; aliases stay aliases, and buffers of layers those of the copied weight."""
+        """Copy codes, scales and unrounded values, keeping aliases and buffer references."""
         if id(self) not in memo:
             state = self._state
             if id(state) not in memo:
@@ -235,7 +244,7 @@ class PrimaryFloat8Weight(torch.Tensor):
 
     @classmethod
     def __metadata_guard__(cls, traced: Any, present: Any) -> bool:
-        """Tell compilers that code which reads shapes and dtypes depends on these, not on codes and scales."""
+        """Register shape and dtype with compilers as guards, not codes and scales."""
         return traced.kind == present.kind
 
     # ------------------------------------------------------------ operators
@@ -245,9 +254,9 @@ class PrimaryFloat8Weight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Views and copies stay FP8, writes quantize again, everything else sees dequantized values."""
+        """Keep views and copies FP8, requantize after writes, dequantize for other operators."""
         kwargs, first = kwargs or {}, args[0] if args else None
-        # before the check for writes: codes are taken over as they are, every other `copy_` brings values
+        # before the check for writes: codes are copied directly, every other `copy_` provides values
         if func is aten.copy_.default and isinstance(first, cls) and _is_codes(args[1]):
             return _copy_codes(first, args[1])
         written: Any = [w for w in written_tensors(func, args, kwargs) if isinstance(w, cls)]
@@ -276,7 +285,7 @@ class PrimaryFloat8Weight(torch.Tensor):
 
 
 def primary_of(tensor: object) -> PrimaryFloat8Weight | None:
-    """Return the primary weight behind a parameter, the local one of a DTensor; None if there is none."""
+    """Return the local primary weight of a parameter or DTensor, None without one."""
     local = local_of(tensor)
     return local if isinstance(local, PrimaryFloat8Weight) else None
 
@@ -288,7 +297,7 @@ def _is_codes(source: object) -> bool:
 
 
 def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFloat8Weight:
-    """Take over codes; from another FP8 weight also scales, values before rounding, and the place of its rows."""
+    """Copy codes; from another FP8 weight also scales, unrounded values and row offsets."""
     mine = target._state
     if not isinstance(source, PrimaryFloat8Weight):
         if source.dtype != torch.uint8:
@@ -304,8 +313,8 @@ def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFlo
     if mine is other:
         target._codes.copy_(source._codes)
         return target
-    # FSDP2 cuts a weight by copying a view of its rows into a padded tensor of `new_zeros`: the place of the view in
-    # its storage tells which rows these are.
+    # FSDP2 shards a weight by copying a view of its rows into a padded tensor of `new_zeros`: the offset of the view in
+    # its storage gives the row indices.
     columns = max(1, other.full_shape[1])
     row, inside = divmod(int(source._codes.storage_offset() - other.codes.storage_offset()), columns)
     rows_alone = inside == 0 and source._codes.shape[1:] == other.codes.shape[1:]
@@ -319,7 +328,9 @@ def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFlo
 
 
 def _broadcast(func: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """Broadcast codes, scales and history of whole weights, as layer-wise optimizers do after a step.
+    """Broadcast codes, scales and history of whole weights.
+
+    Layer-wise optimizers call it after a step.
 
     A master of a rank that receives another weight starts again from it.
     """
@@ -338,7 +349,7 @@ def _broadcast(func: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 
 def _twin(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -> PrimaryFloat8Weight | None:
-    """Return the result of an operator that makes another FP8 weight; None if it makes a plain tensor."""
+    """Return the FP8 result of an operator, None if the result is a plain tensor."""
     state, options = weight._state, {name: value for name, value in kwargs.items() if name != "dtype"}
     if kwargs.get("dtype") not in (None, weight.dtype):
         return None
@@ -371,7 +382,7 @@ def _twin(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -> 
 
 
 def _write(func: Any, args: tuple, kwargs: dict, written: list[PrimaryFloat8Weight]) -> Any:
-    """Run an operator on the values behind the weights that it writes to, then quantize them again."""
+    """Run an operator on the values of written weights, then quantize them again."""
     # by state and not by tensor: two views of one storage in one operator (foreach) have to see each other's writes
     states = {id(weight._state): weight._state for weight in written}
     if any(state.codes.is_meta for state in states.values()):
@@ -394,7 +405,7 @@ def _write(func: Any, args: tuple, kwargs: dict, written: list[PrimaryFloat8Weig
 
 
 def _values_to_change(state: WeightState, replaces: bool) -> torch.Tensor:
-    """Return what a write starts from, of the shape of the storage, zeros where there is padding."""
+    """Return the values before a write, in the storage's shape, zeros for padding."""
     best = state.values(state.dtype) if state.problem is not None else state.best_values()
     # Neither values of a weight that stands for more bits now (`.float()`) nor masters are rounded to its dtype.
     known = state.start is not None or not (replaces or state.live_master is None)
@@ -405,7 +416,7 @@ def _values_to_change(state: WeightState, replaces: bool) -> torch.Tensor:
 
 
 def _warn_of_rounding(func: Any, states: list[WeightState]) -> None:
-    """Warn of an operator that adds to rounded values: averages, optimizers without masters."""
+    """Warn of an operator that accumulates in rounded values: averages, optimizers without masters."""
     if any(state.start is None and state.live_master is None for state in states):
         tell_of_rounding(func.overloadpacket.__name__)
 
