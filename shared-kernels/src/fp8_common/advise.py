@@ -180,9 +180,9 @@ class ModelShape:
         needed = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", gated]
         needed += ["num_experts_per_tok"] if experts else []
         if missing := [name for name in needed if not config.get(name)]:
-            raise Fp8Error(f"{where} has no {', '.join(missing)}. Give advise() in Python a ModelShape of your own.")
+            raise Fp8Error(f"{where} has no {', '.join(missing)}. Pass advise() a custom ModelShape in Python.")
         if config.get("kv_lora_rank"):
-            raise Fp8Error(f"{where} has latent attention. Give advise() in Python a ModelShape of your own.")
+            raise Fp8Error(f"{where} has latent attention. Pass advise() a custom ModelShape in Python.")
         width, heads = config["hidden_size"], config["num_attention_heads"]
         head = config.get("head_dim") or width // heads
         attention = 2 * width * head * (heads + (config.get("num_key_value_heads") or heads))

@@ -150,7 +150,7 @@ class Recipe(Record):
                 self.input_for_grad_weight or self.input,
                 self.grad_output_for_grad_weight or self.grad_output,
             )
-        raise Fp8Error(f"product must be one of {', '.join(PRODUCTS)}, got {product!r}.")
+        raise Fp8Error(f"matmul must be one of {', '.join(PRODUCTS)}, got {product!r}.")
 
 
 def get_recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:

@@ -165,7 +165,7 @@ class Rules:
         winners = {str(decision.rule): decision.rule for decision in matched if decision.rule is not None}
         if all(winner.setting != rule.setting for winner in winners.values()):
             raise Fp8Error(
-                f"Module rule {str(rule)!r} decides nothing: it matches {len(matched)} module(s), and later "
+                f"Module rule {str(rule)!r} has no effect: it matches {len(matched)} module(s), and later "
                 f"rules ({', '.join(map(repr, winners))}) contradict it on every one. "
                 "Later rules win: put the general rule first, or remove one."
             )

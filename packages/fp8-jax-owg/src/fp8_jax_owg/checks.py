@@ -100,8 +100,8 @@ def assert_fp8_dots(fn: Callable[..., Any], *args: Any, others: int = 0) -> list
     if len(wide) != others or len(wide) == len(dots):
         listing = "; ".join(map(str, wide))
         raise Fp8Error(
-            f"Of {len(dots)} products {len(wide)} are not in FP8, expected {others}: {listing or 'none'}. "
-            "Convert their layers, or pass others= for those that are meant."
+            f"Of {len(dots)} matmuls {len(wide)} are not in FP8, expected {others}: {listing or 'none'}. "
+            "Convert their layers, or pass the expected count as others=."
         )
     return dots
 

@@ -55,7 +55,7 @@ def refuse_second_order(primals: Any, tangents: Any, **params: Any) -> NoReturn:
         Fp8UnsupportedError: Always.
     """
     raise Fp8UnsupportedError(
-        "An FP8 matmul has first derivatives only, and a gradient of its gradient was asked for. "
+        "An FP8 matmul has only first derivatives, and JAX requested a gradient of its gradient. "
         "Compute Hessians and other second derivatives with the layers in bfloat16 or float32."
     )
 

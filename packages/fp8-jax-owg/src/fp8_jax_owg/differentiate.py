@@ -223,8 +223,7 @@ def refuse_layers_of_flax(error: Exception) -> None:
     if repr(fp8_state) in str(error) and any(f.f_globals.get("__name__") == "flax.linen.fp8_ops" for f in frames):
         raise Fp8Error(
             "flax's own FP8 operations cannot read state inside of fp8_jax_owg.value_and_grad and of this package's "
-            "pipelines. Make the layers with "
-            "those of fp8_jax_owg.linen (Fp8DirectDotGeneralOp, Fp8Einsum), which have the same variables under the "
-            "same names, or with fp8_jax_owg.fp8_einsum, in_qdq and out_qdq; or differentiate such a model by "
+            "pipelines. Use the operations of fp8_jax_owg.linen (Fp8DirectDotGeneralOp, Fp8Einsum), which have the same "
+            "variables under the same names, or with fp8_jax_owg.fp8_einsum, in_qdq and out_qdq; or differentiate such a model by "
             "jax.value_and_grad."
         ) from error

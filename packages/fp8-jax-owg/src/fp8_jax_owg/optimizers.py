@@ -68,7 +68,7 @@ def _parts(tree: Any, trained: Sequence[str] | None) -> tuple[Any, Any, Any]:
     chosen = [name for name in tree if jax.tree.leaves(parameters[name])] if trained is None else trained
     if trained is None and (others := [name for name in chosen if name != "params"]):
         raise Fp8Error(
-            f"The optimizer got {', '.join(map(repr, others))} beside 'params'. Moments and weight decay are wrong for "
+            f"The optimizer got {', '.join(map(repr, others))} in addition to 'params'. Moments and weight decay are wrong for "
             "batch statistics and caches: pass trained=('params',), and the others keep their values; or name in "
             "trained all collections that are trained."
         )

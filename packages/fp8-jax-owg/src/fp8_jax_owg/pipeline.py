@@ -256,8 +256,8 @@ def refuse_changes(before: set[int], after: Any) -> None:
     left = jax.tree_util.tree_leaves_with_path(after)
     if changed := [jax.tree_util.keystr(path) for path, leaf in left if id(leaf) not in before]:
         raise Fp8UnsupportedError(
-            f"A pipeline does not keep what its stages change or sow, here {', '.join(changed)}. Move the layer out of "
-            "the stage, use one without state of its own (LayerNorm), make it deterministic, or leave mutable= out of "
+            f"A pipeline does not keep variables that its stages change or sow, here {', '.join(changed)}. Move the layer out of "
+            "the stage, use a stateless one (LayerNorm), make it deterministic, or leave mutable= out of "
             "apply. If a stage of Linen sows it, name its collection in sown_collections."
         )
 

@@ -151,7 +151,7 @@ def as_scaling(choice: ScalingChoice) -> Scaling:
             wanted, had = map(_fields, casts)
             if field := next((field for field in wanted if wanted[field] != had[field]), None):
                 raise Fp8Error(
-                    f"Layers of fp8_jax_owg cannot honour recipe {recipe.name!r}: in the matmul {matmul!r} its {name} "
+                    f"Layers of fp8_jax_owg do not support recipe {recipe.name!r}: in the matmul {matmul!r} its {name} "
                     f"has {field}={wanted[field]!r}, where they would have {had[field]!r}. They take one delayed or "
                     "dynamic scaling for all operands, tensorwise, or rowwise with dynamic scaling: take the recipe "
                     "tensorwise, tensorwise_delayed or rowwise, or change that field."

@@ -71,7 +71,7 @@ def fp8_model_init(
 ) -> Iterator[None]:
     """Build layers with FP8 primary weights.
 
-    The first arguments are those of TransformerEngine's context manager.
+    TransformerEngine's context manager has the same first arguments.
 
     Applies to `nn.Linear` (not to subclasses), and to modules of TransformerEngine where it is imported. It holds for
     the thread (or task) that entered it. On the meta device nothing is allocated: `reset_parameters` after `to_empty`
@@ -169,7 +169,7 @@ def convert_linear(
 
 
 def _log(count: int, left: str, *, whole: bool) -> None:
-    """Log the conversion on rank 0, as a warning because logging.INFO is usually hidden.
+    """Log the conversion on rank 0, as a warning to be visible.
 
     Args:
         count: Number of converted layers.
@@ -183,7 +183,7 @@ def _log(count: int, left: str, *, whole: bool) -> None:
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    """Replace the weight of a linear layer under construction by an FP8 weight."""
+    """Replace the weight of a layer under construction by an FP8 weight."""
     if primary_of(parameter) is not None:
         if not isinstance(module, PrimaryFloat8Linear):
             module._parameters[name] = parameter
@@ -253,7 +253,7 @@ def _config(recipe: AnyRecipe, config: LinearConfig | None) -> LinearConfig:
 def _select(
     model: nn.Module, keep: ModuleSelection, config: LinearConfig
 ) -> tuple[dict[str, LinearConfig], dict[str, str]]:
-    """Return the layers to convert with their configurations, and reasons for all others."""
+    """Return the layers to convert with configurations, and reasons for others."""
     chosen, left, users = dict[str, LinearConfig](), dict[str, str](), _other_users(model)
     linear = {
         name: module
@@ -275,7 +275,7 @@ def _select(
 
 
 def _other_users(model: nn.Module) -> dict[int, str]:
-    """Return the parameters held by anything but a plain linear layer, with the class."""
+    """Return parameters held by anything but a plain linear layer."""
     return {
         id(parameter): type(module).__name__
         for module in model.modules()

@@ -4,7 +4,7 @@ from fp8_common import Fp8Error, Fp8StaleError
 
 
 class StaleInitError(Fp8StaleError):
-    """The preserved values do not quantize to the current codes: other code changed the weight."""
+    """The preserved values no longer match the codes of the weight."""
 
 
 class MissingInitError(Fp8Error):

@@ -206,7 +206,7 @@ class PrimaryFloat8Linear(nn.Linear):
             local.copy_(whole[first : first + len(local)])
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PrimaryFloat8Linear":
-        """Move the module; a new dtype changes the dtype reported, not codes and scales."""
+        """Move the module; a new dtype leaves codes and scales unchanged."""
         # `nn.Module._apply` swaps the content of wrapper subclasses with a new tensor's, attributes included
         attributes = dict(self.weight.__dict__)
         super()._apply(partial(_moved, fn), recurse)
@@ -224,7 +224,7 @@ class PrimaryFloat8Linear(nn.Linear):
 
 
 def new_weight(plain: torch.Tensor, config: LinearConfig, options: dict[str, Any]) -> nn.Parameter:
-    """Return FP8 zeros with the shape, dtype and device of a plain parameter."""
+    """Return FP8 zeros like a plain parameter."""
     state = WeightState.empty(plain, config.weight, **options)
     return nn.Parameter(PrimaryFloat8Weight(state.codes, state), requires_grad=plain.requires_grad)
 
@@ -258,7 +258,7 @@ setattr(PrimaryFloat8Linear, DISTRIBUTED, property(_refuse_distribution))
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is a plain tensor and no FP8 weight, gathered or not."""
+    """Return whether a parameter is plain: no FP8 weight, gathered or not."""
     return type(local_of(parameter)) in (torch.Tensor, nn.Parameter)
 
 

@@ -1,4 +1,4 @@
-"""Report the memory of a model with FP8 weights, and export its float32 state dict."""
+"""Report memory of FP8 models, and export their float32 state dicts."""
 
 import dataclasses
 import logging
@@ -51,7 +51,7 @@ class MemoryReport:
 
 
 def memory_report(model: nn.Module, optimizer: Optimizer | None = None) -> MemoryReport:
-    """Count the bytes of `model`'s weights and of their optimizer on this rank.
+    """Count bytes of weights and their optimizer on this rank.
 
     Args:
         model: Any module; FSDP2 releases gathered weights first.
@@ -122,7 +122,7 @@ def export_fp32_state_dict(
 
 
 def _master_of(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the float32 master of a parameter in any optimizer, None without one."""
+    """Return a parameter's float32 master in any optimizer, else None."""
     if isinstance(optimizer, MasterOptimizer):
         return optimizer.master_of(parameter)
     # `optimizer.state` is a defaultdict: looking up a parameter that is not there would add it

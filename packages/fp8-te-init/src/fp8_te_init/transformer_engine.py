@@ -60,7 +60,7 @@ def fp8_of(parameter: object) -> "WeightState | TeWeight | None":
 
 
 def kind_of(parameter: object) -> str | None:
-    """Return the name of a parameter's FP8 class in TransformerEngine, None without one."""
+    """Return the TransformerEngine class name of an FP8 parameter, else None."""
     # along the MRO: subclasses count as well
     return next((cls.__name__ for cls in type(local_of(parameter)).__mro__ if cls.__name__ in NEEDED), None)
 
@@ -140,9 +140,9 @@ class TeWeight:
         return decoding.values(self.own_codes.view(torch_dtype(self.fmt)), self.fmt) * self.expanded_scale_inv()
 
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
-        """Return uint8 codes of values [n, columns] with the current scale or own quantizer.
+        """Return uint8 codes of values [n, columns] by the tensor's own quantizer.
 
-        Only the scale back is stored. Each scale into FP8 whose reciprocal it is, is tried.
+        A tensor with one scale keeps it. Only the scale back is stored. Each scale into FP8 whose reciprocal it is, is tried.
         """
         if self._kind != PER_TENSOR:
             made = self._tensor._quantizer(values.to(self.dtype).view(self._tensor.shape))
@@ -161,7 +161,7 @@ class TeWeight:
         return codes
 
     def init_values(self) -> torch.Tensor | None:
-        """Return TransformerEngine's copy [n, columns], None if it has none or cleared it.
+        """Return TransformerEngine's copy [n, columns], None if missing or cleared.
 
         Raises:
             StaleInitError: It does not quantize to the present codes.
@@ -180,7 +180,7 @@ class TeWeight:
         return values.view(self.own_codes.shape)
 
     def best_values(self) -> torch.Tensor:
-        """Return the unrounded values if known, else the rounded ones, on the codes' device."""
+        """Return unrounded values if known, else rounded, on the codes' device."""
         try:
             values = self.init_values()
         except StaleInitError:
@@ -229,13 +229,16 @@ class TeWeight:
         return held.nbytes
 
     def amax_bits(self, values: torch.Tensor) -> torch.Tensor:
-        """Return int32 [1] whose MAX over ranks gives the scale; empty for block scales."""
+        """Return int32 [1], MAX-reduced to the scale; empty for block scales."""
         if self._kind != PER_TENSOR:
             return torch.zeros(0, dtype=torch.int32, device=values.device)
         return _ONE_SCALE.amax_bits(values, Region.whole(self.full_shape))
 
     def quantize_(self, values: torch.Tensor, bits: torch.Tensor | None, *, record: Record = "start") -> None:
-        """Write codes of values [n, columns] with the agreed scale; drop transposed codes."""
+        """Write codes of values [n, columns] with the agreed scale.
+
+        Transposed codes are dropped.
+        """
         tensor = self._tensor
         if self._kind != PER_TENSOR:
             # in the dtype of the weight, as TransformerEngine casts its own masters

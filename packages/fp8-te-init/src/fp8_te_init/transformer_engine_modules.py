@@ -72,7 +72,7 @@ def on_parameter(module: nn.Module, name: str, parameter: torch.Tensor) -> None:
 
 
 def lost_weights(model: nn.Module) -> Iterator[str]:
-    """Yield a sentence for each weight that was built in FP8 and is FP8 no longer."""
+    """Yield a sentence for each weight that lost its FP8 form."""
     for prefix, module in model.named_modules():
         built = module.__dict__.get(_BUILT)
         for name in sorted(built.names) if built is not None else ():

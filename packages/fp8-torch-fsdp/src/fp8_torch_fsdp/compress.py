@@ -64,7 +64,7 @@ def compress_communication(
     for name, shard in coded.items():
         if hasattr(shard.local, "fsdp_pre_all_gather"):
             raise Fp8Error(
-                f"{name} is a {type(shard.local).__name__}, which brings a gather of its own. Switch that off "
+                f"{name} is a {type(shard.local).__name__}, which defines its own all-gather. Disable that "
                 "where the layer is made, or pass weights=False."
             )
     check_gathers(coded.values())
@@ -73,7 +73,7 @@ def compress_communication(
     for _, own in groups:
         gathers = weights and isinstance(own[0].all_gather, Float8AllGather)
         if gathers or (gradients and isinstance(own[0].reduce_scatter, Float8ReduceScatter)):
-            raise Fp8Error(f"What is sent for {own[0].full_name} is compressed already. Remove that first.")
+            raise Fp8Error(f"The communication of {own[0].full_name} is compressed already. Remove that first.")
     config = gradients if isinstance(gradients, GradientCompression) else GradientCompression()
     handle = CompressedCommunication(config, coded)
     gathered, reduced = ({id(shard.fsdp_param) for shard in some.values()} for some in (coded, chosen))
@@ -118,8 +118,8 @@ def _groups(model: nn.Module) -> list[tuple[Any, list[Shard]]]:
         groups = {id(shard.fsdp_group) for shard in own}
         if len(groups) > 1:
             raise Fp8UnsupportedError(
-                f"The parameters of {name or 'the model'} lie on several meshes, for which FSDP2 takes no collectives "
-                "of others. Call fully_shard on each of its parts, with one mesh each."
+                f"The parameters of {name or 'the model'} are on several meshes, for which FSDP2 does not accept "
+                "custom collectives. Call fully_shard on each of its parts, with one mesh each."
             )
         if own:  # the modules of one list have one group
             found.setdefault(groups.pop(), (module, own))

@@ -109,8 +109,8 @@ class Float8ReduceScatter:
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise Fp8UnsupportedError(
-                "Compressed gradients are reduced by SUM or AVG, and not by what set_gradient_divide_factor asks. "
-                "Call module.set_force_sum_reduction_for_comms(True) on each FSDP module: it then divides by itself."
+                "Compressed gradients are reduced by SUM or AVG, set_gradient_divide_factor is not supported. "
+                "Call module.set_force_sum_reduction_for_comms(True) on each FSDP module, which then divides separately."
             )
         rows = input_tensor.view(group.size(), -1)
         sizes, coded = self._parts(rows.shape[1])

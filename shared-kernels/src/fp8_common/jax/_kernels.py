@@ -171,7 +171,7 @@ def selects_kernels() -> bool:
         return False
     obstacle = _obstacle()
     if obstacle is not None and choice == "triton":
-        raise Fp8UnsupportedError(f"FP8_COMMON_BACKEND=triton, but {obstacle}. Unset it to let XLA compile the cast.")
+        raise Fp8UnsupportedError(f"FP8_COMMON_BACKEND=triton, but {obstacle}. Unset it, and XLA compiles the cast.")
     return obstacle is None
 
 

@@ -161,7 +161,7 @@ def _checked_source(source: Any, shape: tuple[int, ...]) -> NDArray[Any] | None:
         return None
     array = as_numpy(source)
     if array.shape != shape:
-        raise Fp8Error(f"source must have the shape of what was made from it, {shape}, got {array.shape}.")
+        raise Fp8Error(f"source must have the shape {shape} of the compared arrays, got {array.shape}.")
     return array
 
 

@@ -167,7 +167,7 @@ def _grid(layer: str, cast: CastRecipe, layout: str) -> ScaleGrid:
     if layout == "deepseek" and cast.granularity == "rowwise":
         raise Fp8Error(
             f"The layout 'deepseek' cannot express the rowwise scales of {layer!r}. Take 'compressed-tensors', or "
-            'give the layer a cast with granularity="blockwise_128x128", which rounds its weight anew.'
+            'give the layer a cast with granularity="blockwise_128x128", which rounds its weight again.'
         )
     return ScaleGrid(cast)
 

@@ -179,7 +179,7 @@ def match_state(
     if scaling is not None and lengths != {found.amax_history_length}:
         raise Fp8Error(
             f"The amax histories of the FP8 state have {', '.join(map(str, sorted(lengths)))} entries, and the "
-            f"scaling says amax_history_length={found.amax_history_length}. Use the scaling of the checkpoint, or "
+            f"scaling has amax_history_length={found.amax_history_length}. Use the scaling of the checkpoint, or "
             "resize its histories with fp8_jax_owg.checkpoint.upgrade."
         )
     return found, live

@@ -22,7 +22,7 @@ def as_letters(equation: str, a: jax.Array, b: Kernel) -> tuple[jax.Array, Kerne
     except (TypeError, ValueError) as error:
         raise Fp8Error(
             f"{equation!r} is no equation of einsum for two operands of shapes {a.shape} and {b.shape}: {error} "
-            "Multiply more operands one after another, each product with its own meta."
+            "Multiply more operands one after another, each matmul with its own meta."
         ) from None
     inputs, out, _ = parse_einsum_input((equation, a.shape, b.shape), shapes=True)
     left, right = inputs.split(",")

@@ -90,15 +90,15 @@ def _operation(layer: Any, decision: Decision, default: ScalingChoice | None) ->
         raise Fp8Error(f"The layer {name!r} is in FP8 already. Convert a model once.")
     if not _calls(type(layer), base, attribute):
         raise Fp8Error(
-            f"The layer {name!r} is a {type(layer).__name__} with a __call__ of its own, which uses neither "
-            f"self.{attribute} nor super(): it would not run in FP8. Leave it out with the rule '!{name}', or let it "
+            f"The layer {name!r} is a {type(layer).__name__} with a custom __call__, which uses neither "
+            f"self.{attribute} nor super(): it would not run in FP8. Leave it out with the rule '!{name}', or make it "
             f"multiply with self.{attribute}."
         )
     one, shape = tuple(kernel_of(layer)), layer.kernel.shape
     stacked = shape[: len(shape) - len(one)]
     if (*stacked, *one) != shape:
         raise Fp8Error(
-            f"The kernel of {name!r} has shape {shape}, and that of one layer is {one}. Stack layers along leading "
+            f"The kernel of {name!r} has shape {shape}, and one layer's kernel has {one}. Stack layers along leading "
             "dimensions (out_axes=0 of nnx.vmap), or convert them before."
         )
     return attribute, kind(decision.recipe or default, stacked)

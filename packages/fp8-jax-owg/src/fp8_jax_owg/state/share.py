@@ -122,7 +122,7 @@ def replicated(tree: Any, axes: str | tuple[str, ...], *, sharded: str | tuple[s
         if unnamed := sorted(set(jax.sharding.get_abstract_mesh().manual_axes) - {*names, *own}):
             raise Fp8Error(
                 f"replicated got the axes {', '.join(names)}, and the shard_map has {', '.join(unnamed)} as well: "
-                "JAX would add up what devices along it observe. Name it in axes, or in sharded=... if the values "
+                "JAX would sum the observations of devices along it. Name it in axes, or in sharded=... if the values "
                 "differ along it."
             )
         values = jax.tree.map(functools.partial(_same_on, names), values)

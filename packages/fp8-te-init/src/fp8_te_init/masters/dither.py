@@ -1,4 +1,4 @@
-"""`dithered`: random values inside the rounding cells of codes, for lost initial values."""
+"""`dithered`: random values inside the rounding cells of FP8 codes."""
 
 import hashlib
 from functools import cache
@@ -31,7 +31,7 @@ def dithered(weight: "WeightState | TeWeight", *, seed: int, name: str) -> torch
 
 
 def _uniforms(seed: int, name: str, first: int, last: int) -> NDArray[np.float32]:
-    """Return uniform numbers in (0, 1) for elements `first` to `last` of a weight."""
+    """Return uniform numbers in (0, 1) for elements `first` to `last`."""
     key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}/dither".encode(), digest_size=8).digest(), "little")
     counter = np.arange(first // 4, -(-last // 4), dtype=np.uint64)  # four numbers for each
     zeros = np.zeros_like(counter)
@@ -42,7 +42,7 @@ def _uniforms(seed: int, name: str, first: int, last: int) -> NDArray[np.float32
 
 @cache
 def _cells(fmt: Format) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """Return the value of each code and the distances to the ends of its rounding cell."""
+    """Return the value and the rounding cell of each code."""
     values = decode(np.arange(256, dtype=np.uint8), fmt)
     positive = np.unique(values[np.isfinite(values) & (values >= 0)].astype(np.float64))
     half = np.diff(positive) / 2

@@ -1,4 +1,4 @@
-"""`MasterOptimizer`: trains float32 masters and quantizes them into FP8 weights after each step.
+"""`MasterOptimizer`: trains float32 masters and quantizes them into FP8 weights.
 
 Any optimizer class of torch works: it receives the masters and the unchanged plain parameters. Masters are distributed
 like their parameters, so that `torch.distributed.checkpoint` saves and reshards them like any optimizer state.
@@ -87,7 +87,7 @@ class MasterOptimizer(Optimizer):
         self._share_options()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles: with masters, which only this optimizer has."""
+        """Return the state for copies and pickles, masters included."""
         # `Optimizer.__getstate__` returns only its own three attributes. Tensors as keys stay right in a copy: one memo
         # copies parameters and masters once. Pickles of weights have only codes, so masters are updated from external
         # writes first.
@@ -168,7 +168,7 @@ class MasterOptimizer(Optimizer):
         self._publish()
 
     def _take_over(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Move the matching part of master and state from an old parameter to a new one."""
+        """Move master and state from an old parameter to its replacement."""
         before = self._masters.get(old, old)
         self._with_masters({"params": [new]})
         after = self._masters.get(new, new)
@@ -200,7 +200,7 @@ class MasterOptimizer(Optimizer):
         return trained
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Return whether a parameter of the model has a master in this optimizer."""
+        """Return whether a parameter has a master in this optimizer."""
         if parameter not in self._masters:
             self._follow_groups()
         return parameter in self._masters
@@ -313,7 +313,7 @@ class MasterOptimizer(Optimizer):
         if restarted:
             logger.warning(
                 "%d parameters were written to since their masters were made (a loaded checkpoint, an edit): the "
-                "masters start again from what was written. Load model and optimizer of the same step; edit "
+                "masters start again from the new values. Load model and optimizer of the same step; edit "
                 "masters, then call write_back, because an operator on a weight reads rounded values.",
                 restarted,
             )
@@ -369,7 +369,7 @@ class MasterOptimizer(Optimizer):
         return any(version_of(local_of(master)) != self._agreed[p][1] for p, master in self._masters.items())
 
     def _evaluation_of(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure for the inner optimizer that first updates the weights from masters."""
+        """Return a closure that updates the weights from masters first."""
         calls = itertools.count()
 
         def evaluate() -> Any:
@@ -399,7 +399,7 @@ class MasterOptimizer(Optimizer):
                     )
 
     def _share_options(self) -> None:
-        """Synchronize the groups of both optimizers: push the user's options, pull the rest.
+        """Push the user's options to the inner optimizer, pull the rest.
 
         Schedulers set options here. Some optimizers (Prodigy, schedule-free ones) keep their own state in the groups
         and add keys in a step: pushing our values then would reset them.
@@ -417,7 +417,7 @@ class MasterOptimizer(Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict; the state of each parameter has its master as "master_param"."""
+        """Return the state dict, with each parameter's master as "master_param"."""
         self._follow_groups()
         self._follow_writes()
         self._share_options()
@@ -445,7 +445,7 @@ class MasterOptimizer(Optimizer):
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise Fp8Error(
                 f"The checkpoint has parameter groups of {[len(group['params']) for group in groups]} parameters, this "
-                f"optimizer of {[len(group['params']) for group in self.param_groups]}. Build it as it was saved."
+                f"optimizer of {[len(group['params']) for group in self.param_groups]}. Build it with the saved groups."
             )
         pairs = [
             pair
@@ -477,7 +477,7 @@ class MasterOptimizer(Optimizer):
         self._publish()
 
     def _publish(self, *, always: bool = False) -> None:
-        """The inner optimizer's state by parameter; empty before the first step, as in torch."""
+        """The inner optimizer's state by parameter; empty before the first step."""
         # Built at each access: the inner optimizer owns the state, keyed by masters; this maps it by parameter without
         # copying tensors.
         self.state.clear()

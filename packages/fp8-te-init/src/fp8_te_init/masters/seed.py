@@ -53,7 +53,7 @@ def seed_masters(
     fallback: Fallback | None = None,
     seed: int = 0,
 ) -> SeedReport:
-    """Set float32 masters to the unrounded values of FP8 weights, then drop these values.
+    """Set float32 masters to the unrounded values, then drop these values.
 
     All ranks call it. It drops the values of every weight under `model`, also of weights that no optimizer trains. If
     one rank fails, all ranks raise an error of the same class, and nothing is set or dropped.
@@ -134,7 +134,7 @@ def rescale_(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
 
 
 def fp8_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, WeightState | TeWeight]]:
-    """Yield name, parameter and FP8 rows of each weight once, in sharded form."""
+    """Yield name, parameter and local FP8 rows of each weight."""
     # gathered weights are other objects than the weights in optimizers
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -211,7 +211,7 @@ def _setter(optimizer: Any, name: str, parameter: Any, *, strict: bool) -> Calla
 
 
 def _setter_of_fused(optimizer: Any, parameter: Any) -> Callable[[torch.Tensor], None]:
-    """Return a setter for a master in TransformerEngine's FusedAdam, which may be scaled."""
+    """Return a setter for a master in TransformerEngine's FusedAdam."""
     if getattr(optimizer, "store_param_remainders", False) and parameter.dtype == torch.bfloat16:
         raise MissingInitError(
             "FusedAdam(store_param_remainders=True) keeps 16 bits of each master and takes the others from the "
@@ -229,7 +229,7 @@ def _setter_of_fused(optimizer: Any, parameter: Any) -> Callable[[torch.Tensor],
 
 
 def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Return the process groups over all ranks with parts or copies of a model."""
+    """Return process groups over all ranks that hold a model."""
     groups: list[Any] = [m.process_group for m in model.modules() if isinstance(m, DistributedDataParallel)]
     meshes = [p.device_mesh for m in model.modules() for p in m._parameters.values() if isinstance(p, DTensor)]
     groups += [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
@@ -239,7 +239,7 @@ def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
 
 @contextlib.contextmanager
 def _raising_together(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Iterator[None]:
-    """Raise on all ranks, with one error class, if one rank raises in this context."""
+    """Raise on all ranks if one rank raises in this context."""
     problem: Fp8Error | None = None
     try:
         yield

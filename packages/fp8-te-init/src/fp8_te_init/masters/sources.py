@@ -16,7 +16,7 @@ from fp8_te_init.transformer_engine import fp8_of
 
 @torch.no_grad()
 def new_master(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a float32 master of the unrounded values, else of the parameter's values."""
+    """Return a float32 master of the unrounded, else the rounded values."""
     weight, local = fp8_of(parameter), local_of(parameter)
     start = None if weight is None else weight.init_values()
     values = start if start is not None else local.detach() if weight is None else weight.values()
@@ -24,7 +24,7 @@ def new_master(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def part_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the part of a tensor that corresponds to `like`.
+    """Return a copy of the part of a tensor matching `like`.
 
     Both have the same global shape; the copy is distributed like `like`.
 
@@ -37,14 +37,14 @@ def part_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         own = whole[tuple(slice(start, start + size) for start, size in zip(first, local.shape, strict=True))]
     elif not (isinstance(like, DTensor) and whole.placements == like.placements and own.shape == local.shape):
         raise Fp8Error(
-            f"A parameter placed as {getattr(like, 'placements', None)} was put in the place of one placed as "
+            f"A parameter placed as {getattr(like, 'placements', None)} replaced one placed as "
             f"{whole.placements}: save and load the optimizer to reshard it (torch.distributed.checkpoint)."
         )
     return distributed_like(like, own.detach().to(local.device, copy=True))
 
 
 def register_master(parameter: torch.Tensor, master: torch.Tensor, *, rounds: bool) -> None:
-    """Register the master of an FP8 weight, which its other optimizers then share.
+    """Register the master of an FP8 weight for its other optimizers.
 
     Args:
         parameter: The weight.
@@ -83,9 +83,9 @@ def exchanged(
                 continue
             if old is None or id(old) in present or old.shape != parameter.shape:
                 raise Fp8Error(
-                    f"A parameter of shape {tuple(parameter.shape)} was put into a group of this MasterOptimizer, in "
-                    "the place of no other of this shape: make the optimizer for the model as it is trained, after "
-                    "fully_shard, or use add_param_group."
+                    f"A parameter of shape {tuple(parameter.shape)} was put into a group of this MasterOptimizer, but "
+                    "replaces no other of this shape: make the optimizer for the final model, after fully_shard, "
+                    " or use add_param_group."
                 )
             found.append((old, parameter))
     return found

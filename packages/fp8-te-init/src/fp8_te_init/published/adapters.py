@@ -1,4 +1,4 @@
-"""Adapters that were built on the meta device: their start, the same for every number of ranks."""
+"""Initialize PEFT adapters on the meta device, independent of the rank count."""
 
 import math
 import re
@@ -17,12 +17,12 @@ _ADAPTER = re.compile(r"\.lora_|^lora_")
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to LoRA or DoRA of PEFT, by its name."""
+    """Return whether a name belongs to LoRA or DoRA of PEFT."""
     return _ADAPTER.search(name) is not None
 
 
 def start_adapter(model: nn.Module, name: str, seed: int) -> None:
-    """Write the values that PEFT starts an adapter with to this rank's rows of it.
+    """Write PEFT's initial values to the local rows of an adapter.
 
     A is uniform within 1 / sqrt(columns), drawn whole from the name, B zero, a magnitude of DoRA the norm of a row of
     the decoded weight. Source: PEFT 0.21, `LoraLayer.reset_lora_parameters` and `DoraLinearLayer.update_layer`.

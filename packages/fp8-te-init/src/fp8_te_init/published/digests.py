@@ -1,4 +1,6 @@
-"""Digests of weights that are sent in parts: NumPy alone, so that a receiver needs no torch and may copy this file.
+"""Compute digests of weights sent in parts.
+
+NumPy only: a receiver needs no torch and may copy this file.
 
 The digest of a tensor is the sum, modulo 2^64, of a hash of each 8 bytes with their place and the tensor's name. Parts
 add up, in any order and from any ranks. It finds mistakes; it is no signature.
@@ -13,7 +15,10 @@ _MASK, _GOLDEN = 2**64 - 1, np.uint64(0x9E3779B97F4A7C15)
 
 
 def digest(name: str, first: int, rows: np.ndarray) -> int:
-    """Return the digest of rows [n, bytes] uint8, from index `first` on, of a tensor."""
+    """Return the digest of a tensor's rows from index `first` on.
+
+    Rows are uint8 [n, bytes].
+    """
     words = np.ascontiguousarray(np.pad(rows, ((0, 0), (0, -rows.shape[1] % 8)))).view(np.uint64)
     key = np.uint64(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
     place = np.arange(first * words.shape[1], first * words.shape[1] + words.size, dtype=np.uint64)
@@ -22,14 +27,17 @@ def digest(name: str, first: int, rows: np.ndarray) -> int:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Return 64 bits mixed. Source: Steele, Lea and Flood 2014, SplitMix64 (Stafford's variant 13)."""
+    """Return 64 mixed bits.
+
+    Source: Steele, Lea and Flood 2014, SplitMix64 (Stafford's variant 13).
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class Receiver:
-    """Checks what arrives, part by part, and at the end that nothing is missing.
+    """Checks received parts, and at the end that none is missing.
 
     Args:
         rows: How many rows each tensor has, by the names that the engine expects; 1 for scalars.
@@ -39,7 +47,10 @@ class Receiver:
         self.rows, self.seen, self.sums = dict(rows), dict[str, set[int]](), dict[str, int]()
 
     def take(self, name: str, first: int, rows: np.ndarray, sent: int) -> bool:
-        """Return whether rows [n, bytes] uint8 are those that were sent with this digest under this name."""
+        """Return whether received rows match the digest under this name.
+
+        Rows are uint8 [n, bytes].
+        """
         if name not in self.rows or digest(name, first, rows) != sent:
             return False
         fresh = set(range(first, first + len(rows))) - self.seen.setdefault(name, set())

@@ -1,4 +1,4 @@
-"""`stream_weights`, `stream_tensors`: weights for an engine, from shards, in buckets, each part with its digest."""
+"""Stream local rows of weights to an inference engine, in digested buckets."""
 
 import contextlib
 import math
@@ -23,7 +23,7 @@ from fp8_te_init.published.weight import CODES, E4M3
 
 
 class Sent(NamedTuple):
-    """Rows of a tensor under the engine's name, the index of the first of them, and their digest."""
+    """Rows of a tensor under the engine's name, with index and digest."""
 
     name: str
     first: int
@@ -40,14 +40,16 @@ def stream_weights(
     power_of_2_scales: bool = False,
     rename: Rename = None,
 ) -> Iterator[list[Sent]]:
-    """Yield what this rank holds of a model, as an engine loads the published files; nothing is gathered.
+    """Yield this rank's part of a model in the published layout.
 
-    Codes and scales are those that the trainer computes with: the receiver's digests (`digests.Receiver`) prove that
+    Nothing is gathered.
+
+    Codes and scales equal the trainer's: the receiver's digests (`digests.Receiver`) prove that
     it got the same bytes. Engines may change them after loading: see the guide.
 
     Args:
         model: As `load_published` filled it, whole or sharded. Adapters are not sent.
-        like: The folder that was loaded: its names, dtypes and shapes are those that engines read.
+        like: The folder that was loaded; engines expect its names, dtypes and shapes.
         bucket_bytes: The largest size of a bucket; a row is never divided.
         power_of_2_scales: Requantize blocks with float scales to powers of two, as vLLM does after loading for
             DeepGEMM: to an engine that got these, the step changes no value, and an engine that got the others has
@@ -66,7 +68,9 @@ def stream_weights(
 
 @torch.no_grad()
 def stream_tensors(tensors: Mapping[str, torch.Tensor], *, bucket_bytes: int = 1 << 28) -> Iterator[list[Sent]]:
-    """Yield what this rank holds of a state dict under an engine's names; nothing is gathered.
+    """Yield this rank's part of a state dict under engine names.
+
+    Nothing is gathered.
 
     With `fp8_common.torch_layers.export.serving_state_dict` these are the codes and scales of weights that are trained
     in high precision, by the rule of compressed-tensors or of DeepSeek.
@@ -92,7 +96,7 @@ def _rows_here(name: str, tensor: torch.Tensor) -> tuple[str, int, torch.Tensor]
 
 
 def _buckets(tensors: Iterable[tuple[str, int, torch.Tensor]], bucket_bytes: int) -> Iterator[list[Sent]]:
-    """Yield (name, first row, rows) in lists of at most so many bytes, with digests."""
+    """Yield (name, first row, rows) in buckets of limited bytes, with digests."""
     if bucket_bytes <= 0:
         raise Fp8Error(f"bucket_bytes must be positive, got {bucket_bytes}.")
     bucket, size = list[Sent](), 0
@@ -112,12 +116,12 @@ def _buckets(tensors: Iterable[tuple[str, int, torch.Tensor]], bucket_bytes: int
 
 
 def rows_of(like: str | Path) -> dict[str, int]:
-    """Return how many rows each tensor of a published model has: what `digests.Receiver` takes."""
+    """Return the number of rows of each tensor, for `digests.Receiver`."""
     return {name: entry.shape[0] if entry.shape else 1 for name, entry in Checkpoint(like).entries.items()}
 
 
 def _requantized(model: nn.Module, files: Checkpoint, rename: Rename) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Yield what `published_tensors` does, with blocks of float scales as vLLM changes them for DeepGEMM.
+    """Yield `published_tensors` with block scales converted like vLLM's for DeepGEMM.
 
     The scale of a block is the amax of its decoded values by 448, rounded up to a power of two; the values are rounded
     once more. Source: vLLM 0.33, `requant_weight_ue8m0_inplace` and `per_block_cast_to_fp8`.

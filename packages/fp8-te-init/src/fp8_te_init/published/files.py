@@ -1,4 +1,4 @@
-"""`Checkpoint`: the tensors of a folder of safetensors files, by name: headers first, then rows on demand.
+"""`Checkpoint`: headers of a folder of safetensors files, rows on demand.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes with the length of the header, a JSON header with
 dtype, shape and place of each tensor, and their bytes, little-endian. The header decides how a layer is quantized.
@@ -39,7 +39,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Entry(NamedTuple):
-    """One tensor of a file: where its bytes begin in the file, and what they are."""
+    """One tensor of a file: offset, dtype and shape."""
 
     file: str
     dtype: str
@@ -54,7 +54,7 @@ class Entry(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a weight is scaled: the name of its scales, their dtype, and what shares one."""
+    """Scales of a weight: their name, dtype and granularity."""
 
     scale: str
     dtype: torch.dtype
@@ -70,7 +70,7 @@ class Checkpoint:
     Attributes:
         path: The folder.
         config: `config.json`.
-        entries: What the headers say, by name of the tensor.
+        entries: Header entries by tensor name.
         bytes_read: Bytes of tensors that were read so far.
 
     Raises:
@@ -124,10 +124,10 @@ class Checkpoint:
                 f"one scale, scales of rows, or blocks of [{BLOCK}, {BLOCK}] can be loaded."
             )
 
-    # ------------------------------------------------------------ what a weight is
+    # ------------------------------------------------------------ scale layouts
 
     def layout(self, name: str) -> Layout | None:
-        """Return how a weight is scaled, by the header alone; None if it is not quantized.
+        """Return a weight's scale layout from the header, None if unquantized.
 
         Raises:
             Fp8UnsupportedError: It is quantized otherwise, with the name of the layer.
@@ -153,7 +153,10 @@ class Checkpoint:
     # ------------------------------------------------------------ bytes
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Return rows [first, last) of a tensor on the CPU, as the file has them; no other byte is read."""
+        """Return rows [first, last) of a tensor on the CPU.
+
+        No other byte is read; the dtype is the file's.
+        """
         entry = self.entries[name]
         shape, begin, nbytes = entry.shape, entry.begin, entry.nbytes
         if shape and (first, last) != (0, None):
@@ -164,7 +167,7 @@ class Checkpoint:
         return torch.from_numpy(read).view(DTYPES[entry.dtype]).view(shape)
 
     def write(self, folder: Path, name: str, tensor: torch.Tensor, first: int = 0) -> None:
-        """Write rows of a tensor, from `first` on, in the place that it has, to the files of `folder`.
+        """Write rows of a tensor, from `first` on, into files of `folder`.
 
         Raises:
             Fp8Error: The rows have another dtype or shape than the file has.
@@ -182,7 +185,9 @@ class Checkpoint:
             file.write(data.data)
 
     def begin_copy(self, folder: Path, written: Iterable[str]) -> None:
-        """Make files with the same headers and size in `folder`, with all tensors but `written`, and all other files.
+        """Create files in `folder` with equal headers.
+
+        Copies all tensors except `written`, and all other files.
 
         Raises:
             Fp8Error: `folder` is the checkpoint itself.
@@ -203,7 +208,7 @@ class Checkpoint:
 
 
 def header_of(path: Path) -> tuple[int, dict[str, Any]]:
-    """Return the length and the content of the header of a safetensors file.
+    """Return the length and content of a safetensors header.
 
     Raises:
         Fp8Error: It has none.
@@ -219,7 +224,7 @@ def header_of(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _block_of(codes: tuple[int, ...], scales: tuple[int, ...]) -> Any:
-    """Return what shares a scale; "other" if that is nothing that this package knows."""
+    """Return the granularity of a scale; "other" if unknown."""
     if len(scales) == 4 and scales[1] == scales[3] == 1:  # ModelOpt: [blocks of rows, 1, blocks of columns, 1]
         scales = scales[::2]
     if len(codes) == 2 and math.prod(scales) == 1:

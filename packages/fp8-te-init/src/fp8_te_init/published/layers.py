@@ -1,4 +1,4 @@
-"""The layers that hold published weights: `PublishedLinear`, and experts whose forward takes one expert at a time."""
+"""Layers with published weights: `PublishedLinear`, and stacked experts."""
 
 import functools
 import inspect
@@ -20,29 +20,31 @@ from fp8_common.torch_layers.linear.function import LinearSpec, fp8_linear
 from fp8_te_init.published.weight import CODES, PublishedWeight, operand_of, published_of
 
 Multiply = Literal["decoded", "fp8"]
-"""What multiplies: values that are decoded for each matmul, or codes with activations that are quantized, too."""
+"""Operands of matmuls: values decoded each time, or codes and quantized activations."""
 
 RECIPES = {None: "tensorwise", (1, 0): "rowwise", (128, 128): "blockwise"}
-"""The recipe that quantizes activations and gradients beside weights of each block."""
+"""The recipe for activations and gradients next to weights of each block."""
 STACKS = ("gate_up_proj", "down_proj")
 
 
 class _Published(nn.Module):
-    """What layers with published weights share: a move keeps the codes, and state dicts hold them with their scales."""
+    """Base of layers with published weights: keeps codes in moves and checkpoints."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """Move as asked; a change of dtype changes what the weight stands for, not its codes."""
+        """Move the module; a new dtype leaves the codes unchanged."""
         super()._apply(partial(_moved, fn), recurse)
         for name in self._parameters:
-            _show_scales(self, name)  # those of the weight: a cast must not round them
+            _show_scales(self, name)  # buffers of the weight: a cast must not round them
         return self
 
 
 class PublishedLinear(_Published, nn.Linear):
-    """A linear layer whose weight holds the codes and scales of a file. Made by `convert_published`.
+    """Linear layer on the codes and scales of a file.
+
+    Made by `convert_published`.
 
     Attributes:
-        spec: What multiplies in FP8; None where values are decoded.
+        spec: Static settings of FP8 matmuls; None if values are decoded.
     """
 
     spec: LinearSpec | None
@@ -50,7 +52,7 @@ class PublishedLinear(_Published, nn.Linear):
     # traced, the guards on codes and scales would fail
     @disable_compiler
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return input @ weight.T + bias, as `nn.Linear` does with the decoded weight.
+        """Return input @ weight.T + bias, like `nn.Linear` on the decoded weight.
 
         Args:
             input: [..., in_features] in the weight's dtype, or any that autocast turns into it.
@@ -75,14 +77,14 @@ class PublishedLinear(_Published, nn.Linear):
         """Do nothing: codes come from the file."""
 
     def extra_repr(self) -> str:
-        """Show what differs from `nn.Linear`."""
+        """Describe the differences from `nn.Linear`."""
         weight = published_of(self._parameters.get("weight"))
         block = "high precision" if weight is None else f"published={RECIPES[cast('Any', weight.stored.block)]}"
         return f"{super().extra_repr()}, {block}, multiply={'decoded' if self.spec is None else 'fp8'}"
 
 
 class _Fp8Experts(TorchFunctionMode):
-    """Multiplies by the experts of published stacks in FP8, in the loop that their own forward runs."""
+    """Multiplies published expert stacks in FP8, inside their original loop."""
 
     def __init__(self, spec: LinearSpec) -> None:
         super().__init__()
@@ -96,11 +98,13 @@ class _Fp8Experts(TorchFunctionMode):
 
 
 class PublishedExperts(_Published):
-    """Experts of Transformers, [experts, rows, columns] stacks, multiplied one expert at a time.
+    """Experts of Transformers as stacks, multiplied one expert at a time.
+
+    Stacks are [experts, rows, columns].
 
     Attributes:
         published_name: The name of the module in the model.
-        spec: What multiplies in FP8; None where values are decoded.
+        spec: Static settings of FP8 matmuls; None if values are decoded.
     """
 
     published_name: str
@@ -108,7 +112,9 @@ class PublishedExperts(_Published):
 
     @disable_compiler
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the loop over the experts that were hit, whatever `experts_implementation` the model is set to.
+        """Loop over the selected experts.
+
+        The model's `experts_implementation` has no effect.
 
         Raises:
             Fp8UnsupportedError: An adapter was put on a whole stack.
@@ -126,13 +132,13 @@ class PublishedExperts(_Published):
 
 @functools.cache
 def experts_class(cls: type) -> type:
-    """Return the class that a module of experts gets in place of its own."""
+    """Return the replacement class of a module of experts."""
     return type(f"Published{cls.__name__}", (PublishedExperts, cls), {})
 
 
 @functools.cache
 def _own_forward(cls: type) -> Callable[..., Any]:
-    """Return the loop over experts of a class that `experts_class` or parametrization has made."""
+    """Return the original expert loop under generated classes."""
     classes = cls.__mro__
     own = classes[classes.index(PublishedExperts) + 2]  # behind _Published
     return inspect.unwrap(own.forward)
@@ -147,7 +153,10 @@ def hold_linear(layer: nn.Linear, weight: PublishedWeight, multiply: Multiply) -
 
 
 def hold_stack(experts: nn.Module, name: str, weight: PublishedWeight, full_name: str, multiply: Multiply) -> None:
-    """Give a module of experts a published stack, and the class that multiplies it; errors call it `full_name`."""
+    """Replace a parameter of experts by a published stack.
+
+    Errors use the name `full_name`.
+    """
     changed: Any = experts
     changed.published_name = full_name.rpartition(".")[0]
     changed.spec = _spec(weight, multiply)
@@ -172,7 +181,7 @@ def _hold(module: nn.Module, name: str, weight: PublishedWeight) -> None:
 
 
 def _show_scales(module: nn.Module, name: str) -> None:
-    """Make the scales of a published parameter a buffer of its module, as layers of Transformers have them."""
+    """Register published scales as a buffer, named as in Transformers."""
     weight = published_of(module._parameters.get(name))
     if weight is not None:
         module.register_buffer(f"{name}_scale_inv", weight.scale_inv)
@@ -185,11 +194,11 @@ def _operand(weight: torch.Tensor, record: bool, both: bool) -> Quantized:
 
 
 def _moved(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """Apply what `nn.Module._apply` applies, without letting a cast turn codes into values."""
+    """Apply `nn.Module._apply`, keeping codes under casts."""
     weight = published_of(tensor)
     if weight is None:
         return fn(tensor)
-    # what `fn` does is found out on an empty tensor
+    # `fn` is tried on an empty tensor
     wanted = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
     if wanted.is_shared() and wanted.device.type == "cpu":
         raise Fp8UnsupportedError("Published FP8 weights cannot be shared between processes. Load them in each.")
@@ -197,9 +206,14 @@ def _moved(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> 
 
 
 def _codes_out(name: str, module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    """Put codes as uint8 [n, 1, ...] in the place of the weight; its scales are a buffer.
+    """Replace the weight by its codes in a state dict.
 
-    Gloo and older NCCL refuse float8. The dimension of 1 is for other models: none of their loaders takes codes for
+    Codes are uint8 [n, 1, ...]; scales are a buffer.
+
+    Its scales are a buffer.
+
+    Gloo and older NCCL do not support float8. The dimension of 1 is for other models: none of their loaders accepts
+        codes for
     values, since no weight of theirs has it.
     """
     value: Any = state_dict.get(f"{prefix}{name}")
@@ -216,7 +230,10 @@ def _codes_out(name: str, module: nn.Module, state_dict: dict, prefix: str, loca
 
 
 def _codes_in(name: str, module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *rest: Any) -> None:
-    """Take codes in the shape of the weight; refuse them without their scales, and a load that would replace both."""
+    """Load codes in the weight's shape.
+
+    Raise if their scales are missing, or if a load would replace both.
+    """
     key, parameter = f"{prefix}{name}", cast("torch.Tensor", module._parameters.get(name))
     weight = published_of(parameter)
     given, scale_inv = state_dict.get(key), state_dict.get(f"{prefix}{name}_scale_inv")

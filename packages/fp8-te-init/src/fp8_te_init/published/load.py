@@ -1,4 +1,4 @@
-"""`convert_published`, `load_published`, `save_published`: between a folder of files and a model, row for row."""
+"""Load and save published FP8 checkpoints, row for row."""
 
 import dataclasses
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """What `load_published` did on this rank.
+    """Result of `load_published` on this rank.
 
     Attributes:
         bytes_read: Bytes of tensors, without headers.
@@ -42,19 +42,21 @@ class Loaded:
 def convert_published(
     model: nn.Module, path: str | Path, *, multiply: Multiply = "decoded", rename: Rename = None
 ) -> list[str]:
-    """Give the layers that a file quantizes weights for its codes. Reads headers alone; call it before `fully_shard`.
+    """Replace weights that the file quantizes by empty published weights.
+
+    Reads only headers; call it before `fully_shard`.
 
     The header decides for each layer: E4M3 codes become the weight of `nn.Linear` layers, and of the stacks
-    `gate_up_proj` and `down_proj` of Transformers' experts. All other parameters stay as they are. Build the model on
-    the meta device: values are not needed. Converted weights are frozen.
+    `gate_up_proj` and `down_proj` of Transformers' experts. All other parameters are unchanged. Build the model on the
+    meta device: values are not needed. Converted weights are frozen.
 
     Args:
         model: Any module, or one under PEFT.
         path: Folder with `config.json` and safetensors files.
-        multiply: "decoded" multiplies with values that are decoded for each matmul, as a dequantized model would, bit
-            for bit. "fp8" multiplies codes with activations and gradients that are quantized dynamically, as engines
-            do: faster on GPUs, and adapter gradients up to 12 % off those of the decoded model.
-        rename: Turns the name of a parameter into that of the file, where they differ.
+        multiply: "decoded" decodes values for each matmul and equals a dequantized model bit for bit. "fp8" multiplies
+            codes with dynamically quantized activations and gradients, as engines do: faster on GPUs, and adapter
+            gradients differ by up to 12 % from the decoded model's.
+        rename: Maps the name of a parameter to its name in the file, where they differ.
 
     Returns:
         The names of the converted parameters.
@@ -107,10 +109,12 @@ def load_published(
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> Loaded:
-    """Fill a model from a published FP8 checkpoint: codes and scales byte for byte, this rank's rows alone.
+    """Fill a model from a published FP8 checkpoint, reading only local rows.
 
-    Converts the model first where that was not done (`convert_published`). Parameters on the meta device are allocated;
-    nothing but one shard of one tensor is held beside the model. No rank waits for another.
+    Codes and scales are copied byte for byte.
+
+    Converts the model first if necessary (`convert_published`). Allocates parameters on the meta device; besides the
+    model, memory holds only one shard of one tensor. No rank waits for another.
 
     Args:
         model: Whole, or after `fully_shard`; under PEFT, too.
@@ -122,7 +126,7 @@ def load_published(
             gets the same: LoRA's A uniformly, B zeros, DoRA's magnitudes from the decoded weight.
 
     Returns:
-        What was read, and what the file has besides.
+        The tensors that were read, and the remaining ones of the file.
 
     Raises:
         Fp8Error: A parameter is missing in the file or has another shape, or a buffer is on the meta device.
@@ -145,11 +149,13 @@ def load_published(
 
 @torch.no_grad()
 def save_published(model: nn.Module, path: str | Path, like: str | Path, *, rename: Rename = None) -> None:
-    """Write a model in the layout of the checkpoint that it was loaded from. All ranks call it; nothing is gathered.
+    """Save a model in the layout of its loaded checkpoint.
 
-    Files, headers and all other files are those of `like`; each rank writes its rows in their places, on a file system
-    that all ranks share. Tensors that no parameter is made of are copied. A model that was not changed gives equal
-    files, byte for byte. Adapters are not written: PEFT's `save_pretrained` saves them.
+    All ranks call it; nothing is gathered.
+
+    Files, headers and all other files equal those in `like`; each rank writes its rows in place, on a file system that
+    all ranks share. Tensors without a parameter are copied. An unchanged model gives equal files, byte for byte.
+    Adapters are not written: PEFT's `save_pretrained` saves them.
 
     Args:
         model: As `load_published` filled it.
@@ -178,7 +184,7 @@ def save_published(model: nn.Module, path: str | Path, like: str | Path, *, rena
 def published_tensors(
     model: nn.Module, files: Checkpoint, rename: Rename = None
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Yield (name in the file, first row, rows) of what this rank holds, of each tensor of the file.
+    """Yield (name in the file, first row, rows) for local rows.
 
     Scales come behind their codes, whole, from each rank that holds codes of them.
     """
@@ -201,14 +207,14 @@ def published_tensors(
 
 
 def _converted(files: Checkpoint, name: str, parameter: torch.Tensor) -> PublishedWeight | None:
-    """Return an empty weight for a parameter that the file quantizes; None if it does not."""
+    """Return an empty weight for a quantized parameter, else None."""
     made = [(part, files.layout(part.name)) for part in parts(files, name, tuple(parameter.shape))]
     layouts = [layout for _, layout in made]
     if not any(layouts):
         return None
     layer, first = name.removesuffix(".weight"), layouts[0]
     if any(layout is None or layout[1:] != first[1:] for layout in layouts if first):
-        raise Fp8UnsupportedError(f"{layer}: its experts are not all quantized alike: {sorted(set(map(str, layouts)))}")
+        raise Fp8UnsupportedError(f"{layer}: its experts are quantized differently: {sorted(set(map(str, layouts)))}")
     assert first is not None  # noqa: S101  some are, and all are alike
     for part, _ in made:
         rows = parameter.shape[-2] if part.expert is None else part.high - part.low
@@ -273,7 +279,7 @@ def _check_buffers(model: nn.Module, in_file: set[str]) -> None:
 
 
 def _sources(files: Checkpoint, name: str, tensor: torch.Tensor, own_name: str) -> list[Part]:
-    """Return the parts of a parameter in the file; none for an adapter.
+    """Return the file's parts of a parameter; none for an adapter.
 
     Raises:
         Fp8Error: The file does not have it, or in another shape.
@@ -294,7 +300,7 @@ def _sources(files: Checkpoint, name: str, tensor: torch.Tensor, own_name: str) 
 
 
 def _part_of_plain(tensor: torch.Tensor, part: Part) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-    """Return what this rank holds of a part of a plain parameter, and where it begins in the file's tensor."""
+    """Return local rows of a plain part and their file offset."""
     local, offset = local_of(tensor), region_of(tensor).offset
     if part.expert is None:
         return local, offset
@@ -303,7 +309,7 @@ def _part_of_plain(tensor: torch.Tensor, part: Part) -> tuple[torch.Tensor, tupl
 
 
 def _part_of_codes(stored: Stored, part: Part) -> tuple[torch.Tensor, int] | None:
-    """Return the codes that this rank holds of a part, and the row where they begin in the file's tensor."""
+    """Return local codes of a part and their file offset."""
     if part.expert is None:
         return stored.codes[: stored.length], stored.first
     place = part.expert - stored.first
@@ -311,7 +317,7 @@ def _part_of_codes(stored: Stored, part: Part) -> tuple[torch.Tensor, int] | Non
 
 
 def _scale_of(stored: Stored, part: Part) -> torch.Tensor:
-    """Return a view of the scales of a part, of the whole weight if it is one."""
+    """Return a view of a part's scales in the whole weight's scales."""
     if part.expert is None:
         return stored.scale_inv
     side = BLOCK if stored.block == (BLOCK, BLOCK) else 1
@@ -322,7 +328,7 @@ def _scale_of(stored: Stored, part: Part) -> torch.Tensor:
 
 
 def _allocate(model: nn.Module, device: torch.device | str | None) -> list[str]:
-    """Allocate what is on the meta device, and return the names of the parameters that were."""
+    """Allocate parameters on the meta device; return their names."""
     names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     sharded = next((p.device_mesh.device_type for p in model.parameters() if isinstance(p, DTensor)), None)
     place = device or sharded or torch.accelerator.current_accelerator(check_available=True) or "cpu"
@@ -338,7 +344,7 @@ def _allocate(model: nn.Module, device: torch.device | str | None) -> list[str]:
 
 
 def _fill(files: Checkpoint, part: Part, tensor: torch.Tensor) -> set[str]:
-    """Read what this rank holds of a part; return the names of the tensors that it is made of."""
+    """Read local rows of a part; return the names of its tensors."""
     weight, layout = published_of(tensor), files.layout(part.name)
     if weight is None or layout is None:
         own = _part_of_plain(tensor, part)
@@ -366,10 +372,10 @@ def _tell_of_rounding(files: Checkpoint, name: str, tensor: torch.Tensor) -> Non
 
 
 def on_first_rank(function: Callable[[], None]) -> None:
-    """Run a function on the first rank while the others wait; its error is raised on all.
+    """Run a function on the first rank; all ranks raise its error.
 
     Raises:
-        Fp8Error: What the function raised.
+        Fp8Error: The function raised it on the first rank.
     """
     errors: list[str | None] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""`PublishedOptimizer`: float32 masters of published weights, whose codes and scales follow the file's own rule."""
+"""`PublishedOptimizer`: float32 masters of published weights, quantized by the file's rule."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +18,14 @@ GRANULARITIES = {None: "tensorwise", (1, 0): "rowwise", (128, 128): "blockwise_1
 
 
 class PublishedOptimizer:
-    """Trains all weights of a model of published weights: any optimizer on float32 masters, codes after each step.
+    """Trains published weights: any optimizer on float32 masters, codes after steps.
 
     Masters start from the decoded values, exactly. After each step every scale is made of the master's amax, as files
     have it: amax / 448 in the dtype of the file, E8M0 rounded up; codes are rounded to nearest. So `save_published`
     writes the published layout again. Under FSDP2 all ranks call `step`, and agree on all scales in one MAX all-reduce.
 
     Args:
-        optimizer: The class of an optimizer, or what makes one of parameters.
+        optimizer: The class of an optimizer, or a function from parameters to an optimizer.
         model: Its published weights are unfrozen. After `load_published`.
         **options: Of the optimizer.
 
@@ -68,7 +68,7 @@ class PublishedOptimizer:
         if all(parameter.grad is None for parameter, _ in self._masters):
             raise Fp8Error(
                 "No published weight has a gradient. Under FSDP2, make the PublishedOptimizer before the first "
-                "forward, which decides what gets gradients."
+                "forward, which selects the parameters with gradients."
             )
         for parameter, master in self._masters:
             grad = parameter.grad
@@ -83,12 +83,18 @@ class PublishedOptimizer:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masters and the optimizer's state. Codes alone are not enough to go on: masters have more bits."""
+        """Return masters and the optimizer's state.
+
+        Codes alone could not resume training: masters have more bits.
+        """
         return {"masters": [master.detach() for _, master in self._masters], "inner": self.inner.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` returned on as many ranks, and write codes and scales. All ranks call it."""
+        """Load `state_dict` of equally many ranks; write codes and scales.
+
+        All ranks call it.
+        """
         for (_, master), saved in zip(self._masters, state["masters"], strict=True):
             local_of(master).copy_(local_of(saved))
         self.inner.load_state_dict(state["inner"])
@@ -96,7 +102,10 @@ class PublishedOptimizer:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Quantize the masters into the weights, also after a master was changed. All ranks call it."""
+        """Quantize masters into the weights, also after external changes to masters.
+
+        All ranks call it.
+        """
         parts = []
         for parameter, master in self._masters:
             weight: Any = published_of(parameter)
@@ -110,7 +119,7 @@ class PublishedOptimizer:
 
 
 def _write(stored: Stored, grid: ScaleGrid, values: torch.Tensor, region: Region, amax: torch.Tensor) -> None:
-    """Write scales of the whole weight, and codes of the rows, or experts, that are held here."""
+    """Write scales of the whole weight, and local codes."""
     if stored.rows_of_one_scale > 1:
         matrices = amax.unflatten(1, (-1, stored.rows_of_one_scale))
         amax = matrices.amax(2, keepdim=True).expand_as(matrices)

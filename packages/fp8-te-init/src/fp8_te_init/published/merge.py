@@ -1,4 +1,4 @@
-"""`merge_report`, `merge_adapter`: what arrives of an adapter that is merged into FP8 codes, and the merge itself.
+"""Measure and merge an adapter into published FP8 weights.
 
 An adapter moves most weights by less than half a code, so that rounding to the nearest code keeps little of it.
 Stochastic rounding keeps all of it on average, and adds an error that is larger than the adapter. The default is
@@ -19,13 +19,14 @@ from fp8_te_init.published.weight import CODES, E4M3, PublishedWeight, operand_o
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerMerge:
-    """What a merge does to one layer.
+    """Effect of a merge on one layer.
 
     Attributes:
         name: The layer that has the adapter.
         size: |delta| / |weight|, of Frobenius norms.
-        share: What arrives of the delta in the codes, with the file's scales: its projection on the delta, 1 is all.
-        error: |arrived - delta| / |delta| in the codes. Above 1 no merge at all is closer.
+        share: Part of the delta that the codes represent, with the file's scales: its projection on the delta; 1 is
+            all.
+        error: |merged - delta| / |delta| in the codes. Above 1, no merge at all is closer.
         copy_error: The same of a bfloat16 copy of the layer.
     """
 
@@ -37,7 +38,10 @@ class LayerMerge:
 
     @property
     def advice(self) -> Literal["apart", "bfloat16", "codes"]:
-        """What loses least: a copy that arrives to half, codes that arrive to nine tenths, else the adapter apart."""
+        """Recommended merge.
+
+        A bfloat16 copy that represents half of the delta, codes that represent nine tenths, else a separate adapter.
+        """
         if self.error < 0.1:
             return "codes"
         return "bfloat16" if self.copy_error < 0.5 else "apart"
@@ -58,17 +62,19 @@ class MergeReport(list[LayerMerge]):
 
 @torch.no_grad()
 def merge_report(model: nn.Module, adapter: str = "default") -> MergeReport:
-    """Measure, layer by layer, what would arrive of an adapter in the codes, and in a bfloat16 copy. Changes nothing.
+    """Measure the loss of merging an adapter into codes or bfloat16.
+
+    Reports each layer; changes nothing.
 
     Args:
-        model: A model under PEFT, not sharded, with LoRA beside published weights.
+        model: A model under PEFT, not sharded, with LoRA on published weights.
         adapter: The name of the adapter.
 
     Returns:
         The report, to be printed.
 
     Raises:
-        Fp8Error: The model is sharded, or has no such adapter beside a published weight.
+        Fp8Error: The model is sharded, or has no such adapter on a published weight.
         Fp8UnsupportedError: The adapter is DoRA.
     """
     report = MergeReport()
@@ -97,7 +103,9 @@ def merge_report(model: nn.Module, adapter: str = "default") -> MergeReport:
 def merge_adapter(
     model: nn.Module, layers: Iterable[str], *, into: Literal["bfloat16", "codes"], adapter: str = "default"
 ) -> None:
-    """Merge the adapter of the named layers, and of no others, into bfloat16 copies of their weights, or into codes.
+    """Merge adapters of the named layers into codes or bfloat16 copies.
+
+    Other layers are not changed.
 
     Look at `merge_report` first. The adapter's B becomes zero, so that it adds nothing any more. `save_published`
     writes merged codes in the published layout; bfloat16 copies are part of the state dict.
@@ -115,7 +123,7 @@ def merge_adapter(
         raise Fp8Error(f'into must be "bfloat16" or "codes", got {into!r}.')
     adapted, names = dict(_adapted(model, adapter)), list(layers)
     if unknown := [name for name in names if name not in adapted]:
-        raise Fp8Error(f"No adapter {adapter!r} beside published weights at {', '.join(unknown)}.")
+        raise Fp8Error(f"No adapter {adapter!r} on published weights at {', '.join(unknown)}.")
     for name in names:
         layer = adapted[name]
         weight, delta = layer.base_layer.weight, _delta(name, layer, adapter)
@@ -140,18 +148,21 @@ def _adapted(model: nn.Module, adapter: str) -> Iterator[tuple[str, Any]]:
             found = True
             yield name, layer
     if not found:
-        raise Fp8Error(f"The model has no adapter {adapter!r} beside a published weight.")
+        raise Fp8Error(f"The model has no adapter {adapter!r} on a published weight.")
 
 
 def _delta(name: str, layer: Any, adapter: str) -> torch.Tensor:
     """Return the float32 delta [out_features, in_features] that an adapter adds."""
     if adapter in getattr(layer, "lora_magnitude_vector", ()):
-        raise Fp8UnsupportedError(f"{name} has DoRA, which scales the weight too: keep it apart.")
+        raise Fp8UnsupportedError(f"{name} has DoRA, which scales the weight too: keep the adapter separate.")
     return layer.get_delta_weight(adapter).float()
 
 
 def _merged_codes(weight: PublishedWeight, delta: torch.Tensor) -> torch.Tensor:
-    """Return the nearest codes of values and delta with the present scales; sums above the largest code saturate."""
+    """Return nearest codes of values plus delta at the current scales.
+
+    Sums above the largest code saturate.
+    """
     operand = operand_of(weight)
     ready = (operand.dequantize() + delta) / operand.expanded_scale_inv
     return ready.clamp(-E4M3.max, E4M3.max).to(CODES)

@@ -1,4 +1,4 @@
-"""Which tensors of a file a parameter of a model is made of."""
+"""Map parameters of a model to tensors of a published file."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fp8_te_init.published.files import Checkpoint
 
 Rename = Callable[[str], str] | None
-"""Turns the name of a parameter, as the model has it, into that of the file; None for equal names."""
+"""Maps a parameter's name in the model to its name in the file; None for equal names."""
 
 EXPERTS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
@@ -21,7 +21,7 @@ _WRAPPED = re.compile(
 
 
 class Part(NamedTuple):
-    """A tensor of the file, and the rows [low, high) of the parameter, or of one of its experts, that it is."""
+    """A tensor of the file, for rows [low, high) of a parameter."""
 
     name: str
     expert: int | None
@@ -30,13 +30,13 @@ class Part(NamedTuple):
 
 
 def name_in_file(name: str, rename: Rename = None) -> str:
-    """Return the name that a parameter has in the file, of the one that it has under PEFT and other wrappers."""
+    """Return a parameter's name in the file, without wrappers such as PEFT."""
     bare = _WRAPPED.sub("", name.removeprefix("base_model.model."))
     return bare if rename is None else rename(bare)
 
 
 def parts(files: Checkpoint, name: str, shape: tuple[int, ...]) -> Iterator[Part]:
-    """Yield the tensors of the file that make up a parameter; none if the file does not have it.
+    """Yield the file's tensors of a parameter; none if missing.
 
     Args:
         files: The file.

@@ -1,8 +1,8 @@
-"""`PublishedWeight`: a weight that holds the FP8 codes and the scales of a file, and acts as the values they stand for.
+"""`PublishedWeight`: FP8 codes and scales of a file as a weight.
 
 Scales are kept as the file has them, back from FP8: 17 % of all float32 numbers are no float32 number's reciprocal.
-Every operator that reads the weight decodes what it reads and no more; a matmul saves the codes for its backward, which
-decodes again. Views and copies stay codes. Writes raise: the codes are the file's.
+Every operator that reads the weight decodes only the elements that it reads; a matmul saves the codes for its backward,
+which decodes again. Views and copies keep codes. Writes raise: the codes belong to the file.
 """
 
 import copy
@@ -41,16 +41,16 @@ _COPIES = {aten.clone.default, aten.empty_like.default, aten._pin_memory.default
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
 class Stored:
-    """What all views of one weight share.
+    """Storage that all views of a weight share.
 
     Attributes:
-        codes: uint8 [n, columns] or [n experts, rows, columns]: what is held here, with padding at its end.
+        codes: uint8 [n, columns] or [n experts, rows, columns]: the local part, with padding at its end.
         scale_inv: Scales of the whole weight back from FP8, in the file's dtype, E8M0 as uint8, which more operators
             know: [] for one, [..., rows, 1] or [..., blocks of rows, blocks of columns].
-        block: What shares a scale: None for all, (1, 0) for a row, (128, 128).
+        block: Elements per scale: None for all, (1, 0) for a row, (128, 128).
         shape: That of the whole weight.
         first: Index of the first row, or expert, that is held here.
-        dtype: What the weight stands for: float32, bfloat16 or float16.
+        dtype: The high-precision dtype of the weight: float32, bfloat16 or float16.
         rows_of_one_scale: Rows that share a scale in the file, where `block` is (1, 0) and it has one for a matrix.
     """
 
@@ -64,18 +64,18 @@ class Stored:
 
     @property
     def length(self) -> int:
-        """How many rows, or experts, are held here, without padding."""
+        """Number of local rows, or experts, without padding."""
         return max(0, min(len(self.codes), self.shape[0] - self.first))
 
     def around(self, codes: torch.Tensor, **changes: Any) -> "Stored":
-        """Return the same for other storage; scales go to the device of the codes."""
+        """Return a copy for other codes; scales follow to their device."""
         scale_inv = self.scale_inv
         if codes.device != scale_inv.device:
             scale_inv = _moved(scale_inv, codes.device)
         return dataclasses.replace(self, codes=codes, **({"scale_inv": scale_inv} | changes))
 
     def values(self, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return decoded rows, or experts, [low, high) of what is held here."""
+        """Return decoded rows, or experts, [low, high) of the local part."""
         high = min(high, self.length)
         if self.codes.ndim == 2:
             return _decode(self.codes[low:high], self.scale_inv, self.block, self.first + low, dtype)
@@ -87,14 +87,16 @@ class Stored:
 
 
 class PublishedWeight(torch.Tensor):
-    """The codes of a file as a frozen weight [rows, columns], or a stack [experts, rows, columns], or a part of them.
+    """Frozen weight or expert stack on a file's codes, or a part.
+
+    Shapes are [rows, columns] or [experts, rows, columns].
 
     Args:
         codes: A view of `stored.codes`.
-        stored: What all views share.
+        stored: Storage shared with other views.
     """
 
-    # Slots: what copies `vars(parameter)` to another parameter must not keep codes alive with it.
+    # Slots: copying `vars(parameter)` to another parameter must not keep codes alive.
     __slots__ = ("_codes", "_stored")
     _codes: torch.Tensor
     _stored: Stored
@@ -108,7 +110,7 @@ class PublishedWeight(torch.Tensor):
 
     @staticmethod
     def empty(like: torch.Tensor, **known: Any) -> "PublishedWeight":
-        """Return a weight of the shape, dtype and device of `like`, whose codes and scales come later.
+        """Return an empty weight like `like`; codes and scales follow later.
 
         Args:
             like: A parameter.
@@ -119,7 +121,7 @@ class PublishedWeight(torch.Tensor):
 
     @property
     def stored(self) -> Stored:
-        """What all views of the weight share."""
+        """Storage that all views of the weight share."""
         return self._stored
 
     @property
@@ -129,7 +131,7 @@ class PublishedWeight(torch.Tensor):
 
     @property
     def scale_inv(self) -> torch.Tensor:
-        """Scales of the whole weight back from FP8, in the file's dtype, E8M0 as uint8."""
+        """Scales back from FP8 in the file's dtype; E8M0 as uint8."""
         return self._stored.scale_inv
 
     @property
@@ -138,7 +140,7 @@ class PublishedWeight(torch.Tensor):
         return self._codes.nbytes
 
     def dequantize(self) -> torch.Tensor:
-        """Return the values: float32 code times float32 scale, rounded once to this dtype. A plain tensor."""
+        """Return a plain tensor: float32 code times float32 scale, rounded once."""
         codes, base = self._codes, self._stored.codes
         if codes.is_meta or not codes.numel():
             return torch.zeros(codes.shape, dtype=self.dtype, device=codes.device)
@@ -150,7 +152,10 @@ class PublishedWeight(torch.Tensor):
         return values.as_strided(codes.shape, codes.stride(), offset - low * unit)
 
     def standing_for(self, dtype: torch.dtype, device: torch.device | None = None) -> "PublishedWeight":
-        """Return the weight with another dtype, over the same codes, or on another device, over copies of them."""
+        """Return the weight in another dtype or on another device.
+
+        A new dtype shares the codes; a new device copies them.
+        """
         stored, codes = self._stored, self._codes
         if device is None or device == codes.device:
             return PublishedWeight(codes, stored.around(stored.codes, dtype=dtype))
@@ -176,7 +181,7 @@ class PublishedWeight(torch.Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse: state dicts hold codes and scales, and `save_published` writes the file's own layout.
+        """Raise: state dicts hold codes and scales, `save_published` writes the file's layout.
 
         Raises:
             Fp8UnsupportedError: Always.
@@ -200,14 +205,14 @@ class PublishedWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Views and copies stay codes, codes can be copied in, everything else reads decoded values."""
+        """Keep views and copies as codes; decode values for other operators."""
         kwargs, first = kwargs or {}, args[0] if args else None
         if func is aten.copy_.default and isinstance(first, cls):
             return _take(first, args[1])
         if any(isinstance(written, cls) for written in written_tensors(func, args, kwargs)):
             raise Fp8Error(
-                f"{func} would write to a published FP8 weight, whose codes are those of its file. Keep adapters apart "
-                "from it, or put another parameter in its place (layer.weight = nn.Parameter(values))."
+                f"{func} would write to a published FP8 weight, whose codes belong to its file. Keep adapters "
+                "separate, or replace the parameter (layer.weight = nn.Parameter(values))."
             )
         if isinstance(first, cls):
             if is_view(func) and func is not aten.view.dtype:
@@ -223,7 +228,7 @@ class PublishedWeight(torch.Tensor):
     # ------------------------------------------------------------ FSDP2
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Stored]:
-        """Return uint8 rows [n, ...], padded as those of all ranks; scales are not sent."""
+        """Return uint8 rows [n, ...] padded to the largest rank's; scales stay."""
         stored = self._stored
         # A weight that FSDP2 only replicates is whole on each rank.
         rows = stored.length if stored.length == stored.shape[0] else -(-stored.shape[0] // mesh.size())
@@ -243,20 +248,23 @@ class PublishedWeight(torch.Tensor):
 
 
 def published_of(tensor: object) -> PublishedWeight | None:
-    """Return the published weight behind a parameter, the local one of a DTensor; None if there is none."""
+    """Return the local published weight of a parameter or DTensor, else None."""
     local = local_of(tensor)
     return local if isinstance(local, PublishedWeight) else None
 
 
 def reshard(model: nn.Module) -> None:
-    """Let FSDP2 drop gathered parameters, as its state dicts do: what is read and written are shards."""
+    """Make FSDP2 drop gathered parameters, so that reads and writes use shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def operand_of(weight: PublishedWeight) -> Quantized:
-    """Return a whole weight, or one expert of a whole stack, as an operand of an FP8 matmul, with the file's scales."""
+    """Return a whole weight, or an expert, as an FP8 matmul operand.
+
+    Its scales are the file's.
+    """
     codes, scale_inv, stored = weight.codes, weight.scale_inv, weight.stored
     if stored.codes.ndim > codes.ndim:
         offset = codes.storage_offset() - stored.codes.storage_offset()
@@ -266,12 +274,15 @@ def operand_of(weight: PublishedWeight) -> Quantized:
 
 
 def scales_in_float32(scale_inv: torch.Tensor) -> torch.Tensor:
-    """Return scales of a weight, in the dtype of the file, as float32; exact."""
+    """Return the file's scales as float32; exact."""
     return scale_inv_of_e8m0(scale_inv) if scale_inv.dtype == torch.uint8 else scale_inv.float()
 
 
 def _decode(codes: torch.Tensor, scale_inv: torch.Tensor, block: Block, first: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return codes [n, columns], the rows from `first` on of a matrix, times the scales of the matrix."""
+    """Return codes [n, columns] times the scales of their matrix rows.
+
+    Rows start at `first`.
+    """
     scale, last = scales_in_float32(scale_inv), first + len(codes)
     if block == (1, 0):
         scale, block = scale[first:last], None
@@ -284,23 +295,23 @@ def _decode(codes: torch.Tensor, scale_inv: torch.Tensor, block: Block, first: i
 
 
 def _take(target: PublishedWeight, source: torch.Tensor) -> PublishedWeight:
-    """Take over codes as they are; of another weight also the place of its rows."""
+    """Copy codes unchanged; from another weight also the row offset."""
     mine = target._stored
     if not isinstance(source, PublishedWeight):
         if source.dtype not in (CODES, torch.uint8):
             if _are_same(source, target):
-                return target  # DistributedDataParallel sends those of the first rank, which has read the same file
+                return target  # DistributedDataParallel sends the first rank's codes, which come from the same file
             raise Fp8Error(
-                f"Values of {source.dtype} that are not its own would be copied to a published FP8 weight, whose codes "
-                "are those of its file. Load codes (float8_e4m3fn) with their scales, or assign another parameter to "
+                f"Values of {source.dtype} from another tensor would be copied to a published FP8 weight, whose codes "
+                "belong to its file. Load codes (float8_e4m3fn) with their scales, or assign another parameter to "
                 "the layer."
             )
         target._codes.copy_(source.view(torch.uint8))
         return target
     other = source._stored
     unit = max(1, math.prod(other.shape[1:]))
-    # FSDP2 cuts a weight by copying a view of its rows into a padded tensor of `new_zeros`: the place of the view in
-    # its storage tells which rows these are.
+    # FSDP2 shards a weight by copying a view of its rows into a padded tensor of `new_zeros`: the offset of the view in
+    # its storage gives the row indices.
     row, inside = divmod(int(source._codes.storage_offset() - other.codes.storage_offset()), unit)
     alike = (mine.shape, mine.block, mine.dtype) == (other.shape, other.block, other.dtype)
     moved = target._codes.storage_offset() != mine.codes.storage_offset()
@@ -322,7 +333,7 @@ def _are_same(values: torch.Tensor, weight: PublishedWeight) -> bool:
 
 
 def _twin(weight: PublishedWeight, func: Any, rest: tuple, kwargs: dict) -> PublishedWeight | None:
-    """Return the result of an operator that makes another published weight; None if it reads values."""
+    """Return the published result of an operator, None if it reads values."""
     stored, options = weight._stored, {name: value for name, value in kwargs.items() if name != "dtype"}
     if kwargs.get("dtype") not in (None, weight.dtype):
         return None
@@ -340,5 +351,5 @@ def _twin(weight: PublishedWeight, func: Any, rest: tuple, kwargs: dict) -> Publ
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on another device; one of the meta device has no values to move."""
+    """Return a tensor on another device; allocate if it is on meta."""
     return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)

@@ -1,4 +1,4 @@
-"""FSDP2 all-gather of primary weights, and agreement on scales by one MAX all-reduce.
+"""FSDP2 all-gather of primary weights, with one all-reduce for scales.
 
 The all-gather sends the codes, padded to equal rows; the scales are the same on all ranks. If shards were written to
 since the last step (a load, an initialization), all ranks agree on their scales first.
@@ -25,10 +25,10 @@ class Quantizable(Protocol):
     """FP8 rows that can be requantized: `WeightState`, or `TeWeight` for TransformerEngine's tensors."""
 
     def amax_bits(self, values: torch.Tensor) -> torch.Tensor:
-        """Return int32 [k] whose MAX over ranks gives the scales; empty without agreement."""
+        """Return int32 [k], MAX-reduced to scales; empty without agreement."""
 
     def quantize_(self, values: torch.Tensor, bits: torch.Tensor | None, *, record: Record = "start") -> None:
-        """Write codes of values [n, columns], scaled by the combined `bits` or locally."""
+        """Write codes of values [n, columns] with combined or local scales."""
 
 
 GATHERED = "_fp8_gathered_from"

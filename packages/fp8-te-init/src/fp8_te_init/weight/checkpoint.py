@@ -1,4 +1,4 @@
-"""State dicts of FP8 weights: codes under the weight's name, scales as buffers.
+"""State dicts of FP8 weights: codes as values, scales as buffers.
 
 Codes are uint8 [rows, 1, columns]; scales and history are buffers of the module.
 
@@ -36,7 +36,7 @@ def is_scale(name: str) -> bool:
 
 
 def show_scales(module: nn.Module, name: str = "weight") -> None:
-    """Register the scales of an FP8 parameter as buffers, and its codes for state dicts.
+    """Register an FP8 parameter's scales as buffers, its codes for state dicts.
 
     Another call updates the buffers, after `swap_tensors` for example.
     """
@@ -54,7 +54,7 @@ def show_scales(module: nn.Module, name: str = "weight") -> None:
 
 
 def _before_saving(name: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Agree on pending scales; other ranks could not decode codes with a local scale."""
+    """Agree on pending scales, so that other ranks can decode the codes."""
     parameter = module._parameters.get(name)
     if parameter is not None:
         agree_on_written([parameter])
@@ -89,7 +89,7 @@ def _codes_out(name: str, module: nn.Module, state_dict: dict, prefix: str, loca
 
 
 def _codes_in(name: str, module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *rest: Any) -> None:
-    """Prepare a load: values of the unconverted model, or codes that are assigned."""
+    """Prepare a load of unconverted values or of assigned codes."""
     key, parameter = f"{prefix}{name}", cast("torch.Tensor", module._parameters.get(name))
     given, primary = state_dict.get(key), primary_of(parameter)
     if primary is None or not isinstance(given, torch.Tensor):
@@ -124,7 +124,7 @@ def _codes_in(name: str, module: nn.Module, state_dict: dict, prefix: str, local
 def _assigned(
     state: WeightState, given: torch.Tensor, scale: torch.Tensor | None, history: torch.Tensor | None = None
 ) -> PrimaryFloat8Weight:
-    """Return an FP8 weight that holds given codes and scales, or quantized values."""
+    """Return an FP8 weight on given codes and scales, or quantize values."""
     if given.is_floating_point():
         codes = torch.zeros(given.shape, dtype=torch.uint8, device=given.device)
         fresh = state.around(codes, part=dataclasses.replace(state.part, dtype=given.dtype), pending=None)

@@ -9,7 +9,7 @@ from fp8_common.torch_layers.sharding.scale_grid import Region, ScaleGrid
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Identity of a weight and its local rows: facts that no write changes.
+    """Identity of a weight and its local rows, unchanged by writes.
 
     Attributes:
         grid: How the weight is cast, and where its scales lie.

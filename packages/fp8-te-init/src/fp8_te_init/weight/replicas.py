@@ -56,7 +56,7 @@ def _refuse_unlike(states: list[WeightState], group: dist.ProcessGroup, source: 
     dist.broadcast_object_list(theirs, source, group=group)
     if _any_rank(theirs[0] != mine, group):
         raise Fp8Error(
-            "The FP8 weights of the ranks differ in shape, rows or cast: build the model alike on all ranks, and call "
+            "The FP8 weights of the ranks differ in shape, rows or cast: build the same model on all ranks, and call "
             "this before fully_shard, or over ranks that hold the same rows."
         )
 

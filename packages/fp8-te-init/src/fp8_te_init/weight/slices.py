@@ -30,7 +30,10 @@ class _Slice:
 
     @property
     def rows(self) -> torch.Tensor:
-        """The touched rows [k, columns], with zeros for elements on other ranks: no effect on amax."""
+        """Touched rows [k, columns], zeros for elements on other ranks.
+
+        The zeros do not change amax.
+        """
         columns, count = self.state.full_shape[1], self.values.numel()
         if not count:
             return self.values.new_zeros(0, columns)
@@ -62,8 +65,8 @@ def quantize_master_weights(
 ) -> None:
     """Quantize flat slices of masters into whole FP8 weights, for distributed optimizers.
 
-    Codes and scales equal those from the whole master, for any cut of rows and blocks. The arguments are those of
-    TransformerEngine's function, which leaves the gather of codes to the caller; here all ranks hold all codes
+    Codes and scales equal a cast of the whole master, for any cut of rows and blocks. The arguments are
+    TransformerEngine's, whose function leaves the gather of codes to the caller; here all ranks hold all codes
     afterwards. Unrounded values are dropped. All ranks of the group call it. It takes three collectives for any number
     of weights: one finds mistakes, one agrees on scales, one gathers codes.
 
@@ -121,8 +124,8 @@ def _slice_of(weight: torch.Tensor, values: torch.Tensor | None, first: int | No
     if not (isinstance(weight, PrimaryFloat8Weight) and weight.is_whole and not weight.state.sharded):
         raise Fp8Error(
             f"quantize_master_weights takes whole FP8 weights of nn.Linear, got a {type(weight).__name__} of shape "
-            f"{tuple(weight.shape)}. Weights under fully_shard are trained by a MasterOptimizer, those of "
-            "TransformerEngine go to its own quantize_master_weights, others need no cast."
+            f"{tuple(weight.shape)}. Weights under fully_shard are trained by a MasterOptimizer; "
+            "TransformerEngine has its own quantize_master_weights for its weights; others need no cast."
         )
     values = torch.empty(0, device=weight.device) if values is None else values.detach()
     if not (values.is_floating_point() and values.itemsize in (2, 4)) or values.device != weight.device:
@@ -139,9 +142,9 @@ def _slice_of(weight: torch.Tensor, values: torch.Tensor | None, first: int | No
 
 
 def _refuse(problem: Fp8Error | None, table: list, shapes: list[tuple[int, ...]]) -> None:
-    """Raise the same error on all ranks for a local mistake or for inconsistent slices."""
+    """Raise one error on all ranks for mistakes or inconsistent slices."""
     if any(of_rank[0][0] for of_rank in table):
-        raise problem or Fp8Error("Another rank gave quantize_master_weights wrong slices; its message says which.")
+        raise problem or Fp8Error("Another rank gave quantize_master_weights wrong slices; see its message.")
     for index, shape in enumerate(shapes):
         end, size = 0, shape[0] * shape[1]
         for first, count in [*sorted(of_rank[index + 1] for of_rank in table if of_rank[index + 1][1]), (size, 0)]:

@@ -72,7 +72,7 @@ class WeightState:
 
     @classmethod
     def empty(cls, like: torch.Tensor, cast: CastRecipe, keeps: Release | None = None) -> "WeightState":
-        """Return the state of a whole weight of zeros like `like` [rows, columns]."""
+        """Return the state of zeros like `like` [rows, columns]."""
         window, grid = cast.policy.history, ScaleGrid(cast)  # 0 for every scaling but delayed
         return cls(
             part=Part(grid=grid, dtype=like.dtype, full_shape=like.shape),
@@ -125,7 +125,7 @@ class WeightState:
 
     @property
     def sharded(self) -> bool:
-        """Whether other ranks may hold other rows, so that ranks must agree on scales."""
+        """True if other ranks may hold rows, so that scales need agreement."""
         return self.part.first_row is not None
 
     @property
@@ -183,7 +183,7 @@ class WeightState:
         return decoding.dequantize(self.float8_codes, scale_inv, self.fmt, dtype)
 
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
-        """Return uint8 codes of values [n, columns] of local rows, with the current scales."""
+        """Return uint8 codes of local values [n, columns] with current scales."""
         return self.part.grid.quantize_part(values, self.scale, self.part.region).view(torch.uint8)
 
     def expanded_scale_inv(self) -> torch.Tensor:
@@ -191,11 +191,11 @@ class WeightState:
         return self.part.grid.of_part(self.scale_inv, self.own_codes.shape, self.part.region)
 
     def amax_bits(self, values: torch.Tensor) -> torch.Tensor:
-        """Return int32 [k], the bits of absolute maxima, whose MAX over ranks gives scales."""
+        """Return int32 [k], bits of absolute maxima, MAX-reduced to scales."""
         return self.part.grid.amax_bits(values, self.part.region)
 
     def quantize_(self, values: torch.Tensor, bits: torch.Tensor | None, *, record: Record = "start") -> None:
-        """Write codes of values [n, columns] and the scales that follow from `bits`.
+        """Write codes of values [n, columns] and their scales from `bits`.
 
         Args:
             values: float16, bfloat16 or float32, on the device of the codes.
@@ -260,7 +260,7 @@ class WeightState:
         self._set_master(values)
 
     def take(self, other: "WeightState", row: int = 0) -> None:
-        """Copy codes, scales and unrounded values of a weight with the same shape and cast.
+        """Copy codes, scales and unrounded values of an equal-shaped weight.
 
         Rows start at `row`.
         """
@@ -285,7 +285,7 @@ class WeightState:
         self.follow_codes()
 
     def _take_start(self, values: torch.Tensor) -> None:
-        """Keep unrounded values while needed; those of shards until ranks agree on a scale."""
+        """Keep unrounded values while needed; in shards, until scales are agreed."""
         if self.sharded:
             self.pending = "agreement"
         if self.keeps is not None:
@@ -310,7 +310,7 @@ class WeightState:
 
     @property
     def live_master(self) -> torch.Tensor | None:
-        """The float32 master of the local rows as its optimizer holds it, or None."""
+        """The float32 master of local rows in its optimizer, or None."""
         master = None if self.master is None else self.master[0]()
         if master is None:
             return None
@@ -318,7 +318,7 @@ class WeightState:
         return master if (local.shape, local.device) == (self.own_codes.shape, self.device) else None
 
     def made_of(self, master: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the values quantized from a master [n, columns] if the codes match it.
+        """Return the values that a matching master [n, columns] was quantized from.
 
         None otherwise.
         """
@@ -429,7 +429,7 @@ class WeightState:
         self._forget_start()
 
     def _forget_start(self) -> None:
-        """Forget the unrounded values: codes were loaded with scales shared by all ranks."""
+        """Forget unrounded values after codes and common scales were loaded."""
         self.start = None
         self._has_agreed()
 
@@ -463,17 +463,17 @@ class WeightState:
 
     @property
     def loading(self) -> bool:
-        """Whether codes were loaded whose scales are still missing."""
+        """True if codes were loaded whose scales are still missing."""
         return self.settled is not None and self.settled[0] is None
 
     @property
     def codes_came(self) -> bool:
-        """Whether the codes were written to since they were last consistent with the scales."""
+        """True if codes changed since they last matched the scales."""
         return self.settled is not None and version_of(self.codes) != self.settled[0]
 
     @property
     def scales_came(self) -> bool:
-        """Whether the scales were written to since they were last consistent with the codes."""
+        """True if scales changed since they last matched the codes."""
         return self.settled is not None and version_of(self.scale) != self.settled[1]
 
     @property
@@ -497,7 +497,7 @@ class WeightState:
 def tell_of_restart() -> None:
     """Warn, once, of masters that are given up for codes."""
     logger.warning(
-        "FP8 codes were put in the place of weights whose masters are not what they are the rounding of (a checkpoint "
+        "FP8 codes were loaded that are not the rounding of the weights' masters (a checkpoint "
         "of another step, a copy): these masters start again from rounded values. Load model and optimizer of the same "
         "step, in any order, or values of high precision."
     )

@@ -1,4 +1,4 @@
-"""`PrimaryFloat8Weight`: a tensor of a high-precision dtype that holds only FP8 codes and scales.
+"""`PrimaryFloat8Weight`: a high-precision tensor subclass on FP8 codes and scales.
 
 Any operator reads the dequantized values; views alias the codes. A write starts from the unrounded values (the rounded
 ones if those are not preserved), applies the operator, and quantizes again. So every initialization function works on
@@ -118,16 +118,16 @@ class PrimaryFloat8Weight(torch.Tensor):
 
     @property
     def scale(self) -> torch.Tensor:
-        """float32 scales into FP8: [] for one, [rows, 1] or one for each block."""
+        """float32 scales into FP8: [], [rows, 1] or per block."""
         return self._state.scale
 
     @property
     def codes(self) -> torch.Tensor:
-        """The codes of this view in torch's float8 dtype; they share the weight's memory."""
+        """This view's codes in torch's float8 dtype, sharing memory."""
         return self._codes.view(self._state.float8_codes.dtype)
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the dequantized values: a plain tensor of this shape in `dtype` (default: this dtype)."""
+        """Return a plain tensor of dequantized values in `dtype` (default: own dtype)."""
         if self.is_meta:
             return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
         return self.view_of(self._state.all_values(dtype or self.dtype).contiguous())
@@ -157,7 +157,7 @@ class PrimaryFloat8Weight(torch.Tensor):
         if type(values) is torch.Tensor and (reshaped or values.untyped_storage().nbytes() > values.nbytes):
             raise Fp8Error(
                 "weight.data of an FP8 weight cannot be a part of a larger buffer, or a view of a flat one: its codes "
-                "would not follow what is written there. Set a copy (values.clone())."
+                "would miss writes to it. Set a copy (values.clone())."
             )
         if not self.is_whole:
             raise Fp8Error("Set .data of the weight itself; this is a view of a part of it. Use copy_.")
@@ -183,19 +183,19 @@ class PrimaryFloat8Weight(torch.Tensor):
         return self._codes.data_ptr()
 
     def share_memory_(self) -> "PrimaryFloat8Weight":
-        """Raise: other processes could write to codes without a record in this one.
+        """Raise: writes of other processes to codes would go unnoticed.
 
         Raises:
             Fp8UnsupportedError: Always.
         """
         raise Fp8UnsupportedError(
-            "FP8 weights cannot be shared between processes: another process's write would not arrive here. Share the "
+            "FP8 weights cannot be shared between processes: this process would miss another's writes. Share the "
             "float32 weights (export_fp32_state_dict) instead."
         )
 
     @property
     def is_whole(self) -> bool:
-        """Whether this view shows all local rows, with or without padding."""
+        """True if this view shows all local rows, with or without padding."""
         own = self._state.codes
         rows = self._codes.shape[0] if self._codes.ndim == own.ndim else -1
         return self._codes.data_ptr() == own.data_ptr() and rows in (self._state.rows, own.shape[0])
@@ -285,7 +285,7 @@ class PrimaryFloat8Weight(torch.Tensor):
 
 
 def primary_of(tensor: object) -> PrimaryFloat8Weight | None:
-    """Return the local primary weight of a parameter or DTensor, None without one."""
+    """Return the local primary weight of a parameter or DTensor, else None."""
     local = local_of(tensor)
     return local if isinstance(local, PrimaryFloat8Weight) else None
 
@@ -297,7 +297,7 @@ def _is_codes(source: object) -> bool:
 
 
 def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFloat8Weight:
-    """Copy codes; from another FP8 weight also scales, unrounded values and row offsets."""
+    """Copy codes, and scales and unrounded values from another FP8 weight."""
     mine = target._state
     if not isinstance(source, PrimaryFloat8Weight):
         if source.dtype != torch.uint8:
@@ -349,7 +349,7 @@ def _broadcast(func: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 
 def _twin(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -> PrimaryFloat8Weight | None:
-    """Return the FP8 result of an operator, None if the result is a plain tensor."""
+    """Return the FP8 result of an operator, None for plain results."""
     state, options = weight._state, {name: value for name, value in kwargs.items() if name != "dtype"}
     if kwargs.get("dtype") not in (None, weight.dtype):
         return None
@@ -382,7 +382,7 @@ def _twin(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -> 
 
 
 def _write(func: Any, args: tuple, kwargs: dict, written: list[PrimaryFloat8Weight]) -> Any:
-    """Run an operator on the values of written weights, then quantize them again."""
+    """Run an operator on values of written weights, then quantize again."""
     # by state and not by tensor: two views of one storage in one operator (foreach) have to see each other's writes
     states = {id(weight._state): weight._state for weight in written}
     if any(state.codes.is_meta for state in states.values()):
@@ -405,7 +405,7 @@ def _write(func: Any, args: tuple, kwargs: dict, written: list[PrimaryFloat8Weig
 
 
 def _values_to_change(state: WeightState, replaces: bool) -> torch.Tensor:
-    """Return the values before a write, in the storage's shape, zeros for padding."""
+    """Return the values before a write, in storage shape, zero-padded."""
     best = state.values(state.dtype) if state.problem is not None else state.best_values()
     # Neither values of a weight that stands for more bits now (`.float()`) nor masters are rounded to its dtype.
     known = state.start is not None or not (replaces or state.live_master is None)
@@ -416,7 +416,7 @@ def _values_to_change(state: WeightState, replaces: bool) -> torch.Tensor:
 
 
 def _warn_of_rounding(func: Any, states: list[WeightState]) -> None:
-    """Warn of an operator that accumulates in rounded values: averages, optimizers without masters."""
+    """Warn of operators that accumulate in rounded values, such as averages."""
     if any(state.start is None and state.live_master is None for state in states):
         tell_of_rounding(func.overloadpacket.__name__)
 

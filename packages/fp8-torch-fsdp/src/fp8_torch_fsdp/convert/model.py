@@ -147,8 +147,8 @@ def _refuse_unless_converted(
     why = f" {len(done)} are FP8 layers of another recipe already: unconvert(model) first." if done else why_left(left)
     raise Fp8Error(
         f"No nn.Linear layer to convert.{why} {report_with(roles, model).headline} Check module_filter_fn. "
-        "Make nn.Linear of what multiplies by other weights, describe stacked experts by "
-        "experts={TheirClass: ExpertLayout(...)}, or let compress_communication(model) move them in FP8."
+        "Replace other matmul layers by nn.Linear, describe stacked experts by "
+        "experts={TheirClass: ExpertLayout(...)}, or call compress_communication(model) to gather them in FP8."
     )
 
 
@@ -184,7 +184,7 @@ def _refuse_fp8_of_accelerate() -> None:
         precision = state.parse_choice_from_env("ACCELERATE_MIXED_PRECISION")  # of `accelerate launch`
     if precision == "fp8":
         raise Fp8Error(
-            "Accelerate runs with mixed_precision='fp8': its `prepare` would replace the FP8 layers by those of "
+            "Accelerate runs with mixed_precision='fp8': its `prepare` would replace the FP8 layers by layers of "
             "torchao or TransformerEngine. Launch with `accelerate launch --mixed_precision bf16`, or make the "
             "Accelerator with mixed_precision='bf16'."
         )

@@ -77,7 +77,7 @@ def select(
             chosen[module] = config if own is None else dataclasses.replace(config, recipe=own)
     if refused:
         raise Fp8Error(
-            f"{', '.join(refused)} cannot be converted: the weight is parametrized, computed anew in each forward. "
+            f"{', '.join(refused)} cannot be converted: the weight is parametrized: each forward computes it again. "
             "Remove the parametrization, or leave these layers out with module_filter_fn."
         )
     return chosen, left

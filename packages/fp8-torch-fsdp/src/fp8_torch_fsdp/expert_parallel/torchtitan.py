@@ -77,7 +77,7 @@ def dispatch_in_codes(model: nn.Module) -> nn.Module:
         owner = f"The module of experts {name or type(module).__name__}"
         if experts is None:
             raise Fp8Error(
-                f"{owner} cannot take rows that arrive as FP8 codes: its experts are not in FP8. Convert them with "
+                f"{owner} does not support rows as FP8 codes: its experts are not in FP8. Convert them with "
                 "recipe='rowwise', or leave dispatch_in_codes out."
             )
         experts.fp8_config.check_row_codes(owner)

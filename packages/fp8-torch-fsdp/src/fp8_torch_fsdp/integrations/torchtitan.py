@@ -105,7 +105,7 @@ def _converting(config_class: type) -> type:
 
         def build(self, **kwargs: Any) -> nn.Module:
             if self.fp8_converter is None:
-                raise Fp8Error("This configuration was made by hand: use Float8Converter.convert.")
+                raise Fp8Error("This configuration was not made by Float8Converter: use Float8Converter.convert.")
             # By name: dataclass(slots=True) makes a second class, and super() without arguments would know the first
             # one.
             return self.fp8_converter.apply(config_class.build(self, **kwargs))

@@ -299,7 +299,7 @@ def to_fp8(module: Any, cls: type[Float8Module], layout: WeightLayout, config: F
         module.__class__ = _fp8_class(cls, before)
     except TypeError as error:
         raise Fp8Error(
-            f"{before.__name__} does not let its class be changed ({error}). Leave it out with module_filter_fn."
+            f"{before.__name__} does not allow another class ({error}). Leave it out with module_filter_fn."
         ) from error
     rebind(module, before)
     module.fp8_config, module.fp8_layout = config, layout

@@ -36,7 +36,7 @@ def group_of_replicas(
         if alone:
             warnings.warn(
                 "A model with delayed scaling is trained outside of the forward of its DistributedDataParallel: each "
-                "rank scales by what it has observed alone. Call the wrapper, or synchronize_scales(model, group=...) "
+                "rank uses only its own observations. Call the wrapper, or synchronize_scales(model, group=...) "
                 "after each optimizer step.",
                 stacklevel=2,
             )

@@ -114,7 +114,7 @@ class LinearConfig:
         object.__setattr__(self, "recipe", get_recipe(self.recipe))
         if self.recipe.weight_for_grad_input is not None:
             raise Fp8Error(
-                f"Recipe {self.recipe.name!r}: weight_for_grad_input cannot be honoured here: one set of codes of the "
+                f"Recipe {self.recipe.name!r}: weight_for_grad_input is not supported: one set of codes of the "
                 "weight serves the output and the gradient of the input. Leave it None."
             )
         for name in OPERANDS:
@@ -131,7 +131,7 @@ class LinearConfig:
         if least and delayed:
             raise Fp8Error(
                 f"Recipe {self.recipe.name!r}: min_rows_per_expert cannot be used with delayed scaling of "
-                f"{' and '.join(delayed)}: what is multiplied in high precision is not observed. Use dynamic scaling."
+                f"{' and '.join(delayed)}: matmuls in high precision do not observe amax. Use dynamic scaling."
             )
 
     def _check_operand(self, name: str, cast: CastRecipe | None) -> None:
@@ -147,7 +147,7 @@ class LinearConfig:
         if cast.scaling not in scalings or cast.granularity not in GRANULARITIES[operand]:
             raise Fp8Error(
                 f"{where} cannot be cast with {cast.scaling} {cast.granularity} scaling here. Use "
-                f"{', '.join(scalings)} scaling with one of {', '.join(GRANULARITIES[operand])}; only the product for "
+                f"{', '.join(scalings)} scaling with one of {', '.join(GRANULARITIES[operand])}; only the matmul for "
                 f"the weight's gradient can be disabled.{self.hint}"
             )
 
@@ -183,7 +183,7 @@ class LinearConfig:
         """
         if self.row_codes_obstacle:
             raise Fp8Error(
-                f"{name} cannot take rows that arrive as FP8 codes with recipe {self.recipe.name!r}: "
+                f"{name} does not support rows as FP8 codes with recipe {self.recipe.name!r}: "
                 f"{self.row_codes_obstacle}. Use recipe='rowwise', or send the rows in high precision."
             )
 

@@ -133,8 +133,8 @@ def check(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec, offsets: torc
         raise Fp8Error(f"{spec.name} expects a tensor as input, got {type(x).__name__}.")
     if in_function_transform():
         raise Fp8UnsupportedError(
-            "FP8 layers do not work under torch.func (vmap, grad, jvp, ...): their matmuls have a backward of "
-            "their own. Use torch.autograd, or `unconvert` the model first."
+            "FP8 layers do not work under torch.func (vmap, grad, jvp, ...): their matmuls have a custom "
+            "backward. Use torch.autograd, or `unconvert` the model first."
         )
     columns = weight.shape[-2 if spec.transposed else -1]
     if x.ndim == 0 or x.shape[-1] != columns:
@@ -154,7 +154,7 @@ def _check_blocks(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec) -> No
         sizes["tokens"] = x.numel() // max(weight.shape[1], 1)
     if any(size % MX_BLOCK[1] for size in sizes.values()):
         raise Fp8Error(
-            f"{spec.name} computes in MX, in blocks of {MX_BLOCK[1]} along what is contracted, and got "
+            f"{spec.name} computes in MX, in blocks of {MX_BLOCK[1]} along the contracted dimension, got "
             f"{', '.join(f'{size} {name}' for name, size in sizes.items())}. Pad the batch, or leave the layer out "
             "with module_filter_fn."
         )

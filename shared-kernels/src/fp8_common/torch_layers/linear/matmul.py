@@ -86,7 +86,7 @@ def should_emulate(device: torch.device, emulate: Literal["auto"] | bool) -> boo
     supported = multiplies_fp8(device)
     if emulate is False and not supported:
         raise Fp8UnsupportedError(
-            f"{device} has no FP8 matrix products: they need an NVIDIA GPU of compute capability 8.9 or higher. "
+            f"{device} has no FP8 matmuls: they need an NVIDIA GPU of compute capability 8.9 or higher. "
             'Use emulate="auto" or emulate=True to compute the same numbers in higher precision.'
         )
     return not supported
@@ -121,7 +121,7 @@ def _look_up(device: torch.device) -> tuple[int, int]:
     # On ROCm, gfx90a calls itself 9.0 and has no FP8 units; gfx942 has some, for formats that recipes do not take.
     capability: tuple[int, int] = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
     if capability < _FIRST_WITH_FP8:
-        logger.warning("FP8 matrix products are emulated in higher precision on %s.", device)
+        logger.warning("FP8 matmuls are emulated in higher precision on %s.", device)
     return capability
 
 

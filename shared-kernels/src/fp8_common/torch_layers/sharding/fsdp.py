@@ -276,7 +276,7 @@ def check_gathers(gathered: Iterable[Shard]) -> None:
         if shard.local.dtype != first:
             raise Fp8Error(
                 f"{shard.full_name} became {shard.local.dtype} after it was gathered as {first}: FSDP2 keeps buffers "
-                "of the first dtype. Call model.to(dtype) before the first forward, or build the model anew and load "
+                "of the first dtype. Call model.to(dtype) before the first forward, or rebuild the model and load "
                 "its state dict."
             )
 
