@@ -10,7 +10,7 @@ from fp8_common import E4M3, E5M2, Fp8Error
 from fp8_common.torch import _triton, casts
 from fp8_common.torch.compat import assume_constant_result
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch_layers.linear import grouped_matmul, segments
+from fp8_common.torch_layers.linear import group_offsets, grouped_matmul
 from fp8_common.torch_layers.linear.config import GemmConfig, LinearConfig
 from fp8_common.torch_layers.linear.function import LinearSpec, fp8_linear
 from fp8_common.torch_layers.linear.group_offsets import GroupOffsets, zero_rows

@@ -1,4 +1,4 @@
-"""The rows of `fp8 certify` for torch: the recipes of this package, bfloat16, and torchao's where it is installed."""
+"""Rows of `fp8 certify` for torch: own recipes, bfloat16, torchao."""
 
 import dataclasses
 import functools
@@ -48,7 +48,10 @@ def model() -> nn.Sequential:
 
 
 def built(name: str) -> nn.Module:
-    """Return the model of one row; with delayed scaling after two steps, which fill its histories."""
+    """Return the model of a row.
+
+    With delayed scaling, after two steps that fill the histories.
+    """
     if name == "bf16":
         return model().bfloat16()
     if name.startswith("torchao "):
@@ -66,7 +69,7 @@ def built(name: str) -> nn.Module:
 
 
 def certificates(properties: Sequence[Property]) -> Iterator[tuple[str, Callable[[], Certificate]]]:
-    """Yield each row's name, and what makes its certificate."""
+    """Yield the name of each row with a function for its certificate."""
     peers = [f"torchao {name}" for name in TORCHAO] if importlib.util.find_spec("torchao") else []
     with ranks() as pool:
         for name in ["bf16", *OWN, *peers]:

@@ -1,14 +1,14 @@
-"""What `fp8 doctor` says about this plugin."""
+"""Describe this plugin to `fp8 doctor`."""
 
 from fp8_common.hardware import GATHER, grouped_path, matmul_path
 from fp8_common.plugin import Machine, PluginInfo
 
 GRANULARITIES = ("tensorwise", "rowwise", "blockwise_1x128")
-"""What the recipes of this package have; blocks of 1x128 are multiplied by blocks of 128x128."""
+"""Granularities of this package's recipes; blocks of 1x128 are multiplied by blocks of 128x128."""
 
 
 def describe(machine: Machine) -> PluginInfo:
-    """Tell what this plugin will do on `machine` and why."""
+    """Return the plugin's capabilities on `machine`, with reasons."""
     mx = machine.plugin_path("mx", "emulated", "MX codes are decoded and multiplied, on every device.")
     products = (matmul_path(machine.accelerator, granularity) for granularity in GRANULARITIES)
     return PluginInfo(

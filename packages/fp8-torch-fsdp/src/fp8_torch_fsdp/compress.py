@@ -1,4 +1,4 @@
-"""`compress_communication`: FP8 communication of a model that FSDP2 shards, whatever its layers compute in."""
+"""`compress_communication`: FP8 communication under FSDP2, for layers of any dtype."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -15,7 +15,7 @@ from fp8_torch_fsdp.convert.roles import roles_of
 from fp8_torch_fsdp.reduce_scatter import Float8ReduceScatter, RandomState
 
 ParameterSelection = Callable[[Tensor, str], bool] | Rules | Iterable[str | Rule] | None
-"""What travels as FP8: a filter of (parameter, name), or rules by name; None is the default of a call."""
+"""Selects FP8 communication: a filter of (parameter, name), or rules by name; None is the default of a call."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,27 +27,28 @@ def compress_communication(
     gradients: bool | GradientCompression = True,
     parameters: ParameterSelection = None,
 ) -> "CompressedCommunication":
-    """Let FSDP2 gather the matrices of `model` and reduce their gradients in FP8, for layers of any kind.
+    """Make FSDP2 gather matrices and reduce gradients in FP8.
 
-    Call it on all ranks, after `fully_shard`. Layers get weights in the dtype that FSDP2 gathers, rounded to E4M3 with
-    one power-of-two scale for 32 consecutive values of a row (`quantize_mx`, mode "rceil"). Gradients travel with one
-    scale for 128 elements and are added in float32, in the order of ranks. Parameters of fewer than two dimensions stay
-    as they are, in the same messages. Weights of this package's FP8 layers keep the gather that they have. One rank
-    alone sends nothing and rounds nothing. Under HSDP the all-reduce between copies stays FSDP2's.
+    Works for layers of any kind. Call it on all ranks, after `fully_shard`. Layers get weights in the dtype that FSDP2
+    gathers, rounded to E4M3 with one power-of-two scale for 32 consecutive values of a row (`quantize_mx`, mode
+    "rceil"). Gradients are sent with one scale for 128 elements and are added in float32, in the order of ranks.
+    Parameters of fewer than two dimensions are sent unchanged in the same messages. Weights of this package's FP8
+    layers keep their gather. A single rank sends nothing and rounds nothing. Under HSDP the all-reduce between copies
+    remains FSDP2's.
 
     Args:
         model: The outermost FSDP module, or several below one module.
         weights: Gather weights in FP8.
         gradients: Reduce gradients in FP8, with stochastic rounding; or how they are rounded.
-        parameters: Which of the floating-point parameters of two dimensions and more; by default all of them but those
-            of embeddings, output heads, routers and adapters.
+        parameters: Selects floating-point parameters of two dimensions and more; by default all of them except
+            embeddings, output heads, routers and adapters.
 
     Returns:
-        What undoes it, reports, and holds the state to be saved with stochastic rounding.
+        Handle that removes the compression, reports it, and holds the state to save with stochastic rounding.
 
     Raises:
         Fp8Error: Nothing is sharded by FSDP2, or nothing left to compress; it is compressed already; a weight has a
-            gather of its own or is resharded to a part of its mesh; a rule decides nothing. All ranks raise alike.
+            custom gather or is resharded to a part of its mesh; a rule has no effect. All ranks raise the same error.
         Fp8UnsupportedError: One `fully_shard` call spreads its parameters over several meshes.
     """
     if not isinstance(gradients, bool | GradientCompression):
@@ -60,7 +61,7 @@ def compress_communication(
         )
     chosen = _choose(model, parameters)
     coded = {n: own for n, own in chosen.items() if weights and not isinstance(own.local, ShardedFloat8Weight)}
-    # all checks before the first change, so that a refusal leaves the model as it was
+    # all checks before the first change, so that an error leaves the model unchanged
     for name, shard in coded.items():
         if hasattr(shard.local, "fsdp_pre_all_gather"):
             raise Fp8Error(
@@ -88,7 +89,7 @@ def compress_communication(
 
 
 def _choose(model: nn.Module, parameters: ParameterSelection) -> dict[str, Shard]:
-    """Return the shards of the parameters to compress, by their names in the model."""
+    """Return the shards of the parameters to compress, by name."""
     wide = set[nn.Module]()
     if parameters is None:
         wide |= {module for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -107,7 +108,7 @@ def _choose(model: nn.Module, parameters: ParameterSelection) -> dict[str, Shard
 
 
 def _groups(model: nn.Module) -> list[tuple[Any, list[Shard]]]:
-    """Return FSDP2's groups of parameters under `model`, each with a module that it belongs to.
+    """Return FSDP2's parameter groups under `model`, each with a module.
 
     Raises:
         Fp8UnsupportedError: One call of `fully_shard` spreads its parameters over several meshes.
@@ -146,16 +147,19 @@ class CompressedCommunication(RandomState):
         self._matrices, self._undo = matrices, list[Callable[[], None]]()
 
     def install(self, set_custom: Callable[[Any], None], before: Any, now: Any) -> None:
-        """Give FSDP2 the collective `now` in place of `before`, until `remove`."""
+        """Replace FSDP2's collective `before` by `now`, until `remove`."""
         set_custom(now)
         self._undo.append(partial(set_custom, before))
 
     def remove(self) -> None:
-        """Let FSDP2 communicate as before."""
+        """Restore FSDP2's own communication."""
         for undo in self._undo:
             undo()
         self._undo.clear()
 
     def report(self) -> list[MatrixGatherStats]:
-        """Return what a gather does to each matrix as it is now. All ranks call it; one small all-reduce for each."""
+        """Return the effect of a gather on each current matrix.
+
+        All ranks call it; one small all-reduce for each matrix.
+        """
         return [MatrixGatherStats.of(name, shard) for name, shard in self._matrices.items()]

@@ -1,4 +1,4 @@
-"""What a user can choose for FP8 linear layers under FSDP2; one object reaches all code that uses it."""
+"""User settings of FP8 linear layers under FSDP2."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ CastConfig = CastRecipe
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DelayedScalingConfig:
-    """What operands with delayed scaling share.
+    """Options that operands with delayed scaling share.
 
     Attributes:
         history_len: Number of steps that the window remembers.
@@ -29,14 +29,14 @@ class DelayedScalingConfig:
     initial: Literal["dynamic", "one"] = "dynamic"
 
     def __post_init__(self) -> None:
-        """Refuse unknown choices; those of the window the policy refuses."""
+        """Validate the choices; the policy validates the window."""
         if self.history_len < 1:
             raise Fp8Error(f"history_len must be at least 1, got {self.history_len!r}.")
         if self.initial not in ("dynamic", "one"):
             raise Fp8Error(f'initial must be "dynamic" or "one", got {self.initial!r}.')
 
     def apply(self, recipe: Recipe) -> Recipe:
-        """Return `recipe` with these choices in each of its operands that has delayed scaling."""
+        """Return `recipe` with these choices in operands with delayed scaling."""
         changed: dict[str, Any] = {}
         for name in ("input", "weight", "grad_output"):
             cast: CastRecipe = getattr(recipe, name)
@@ -59,26 +59,26 @@ TORCHAO_OPTIONS = {
     "round_scales_to_power_of_2": "use policy=fp8_common.POWER_OF_2 in each CastConfig",
     "force_recompute_fp8_weight_in_bwd": "leave it out, weights are gathered again in the backward",
 }
-"""What torchao's `Float8LinearConfig` calls otherwise, and what to write instead."""
+"""Names in torchao's `Float8LinearConfig` that differ here, and their replacements."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Float8LinearConfig(LinearConfig):
-    """How linear layers train in FP8.
+    """Training settings of FP8 linear layers.
 
     Attributes:
         recipe: How activation, weight and gradient are cast: a name ("tensorwise", "tensorwise_delayed", "rowwise",
             "rowwise_with_gw_hp", "blockwise"), a `Recipe`, or its dictionary; the attribute is always the `Recipe`.
-        gemms: How the products run on FP8 hardware.
+        gemms: Settings of the matmuls on FP8 hardware.
         pad_inner_dim: Pad contracted dimensions, and columns of the result, to multiples of 16 for FP8 hardware.
-        emulate: "auto" decodes and multiplies in high precision where the device has no FP8 products, with one
-            warning for GPUs; True always does; False raises there.
-        fp8_saved_input: Keep codes of the input for the backward in every recipe, one byte per element. The numbers
-            stay, unless the product for the weight's gradient is in high precision: it then takes decoded codes.
+        emulate: "auto" decodes and multiplies in high precision on devices without FP8 matmuls, with one warning for
+            GPUs; True always does; False raises there.
+        fp8_saved_input: Keep codes of the input for the backward in every recipe, one byte per element. The numbers do
+            not change, unless the matmul for the weight's gradient is in high precision: it then uses decoded codes.
         min_rows_per_expert: Stacks of experts that get fewer rows for each expert on average are multiplied in high
             precision, by the values of the codes that FSDP2 gathered. Not with delayed scaling.
-        all_gather: Let FSDP2 gather FP8 codes instead of high-precision weights.
-        delayed: What operands with delayed scaling share; None keeps what the recipe says.
+        all_gather: Whether FSDP2 gathers FP8 codes instead of high-precision weights.
+        delayed: Options that operands with delayed scaling share; None keeps the recipe's.
 
     Raises:
         Fp8Error: A choice that is unknown, or that contradicts another one.
@@ -88,16 +88,15 @@ class Float8LinearConfig(LinearConfig):
     delayed: DelayedScalingConfig | None = None
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Refuse torchao's names of options with ours for them."""
-        # In `__new__`, because the generated `__init__` would raise a TypeError that does not say what to write
-        # instead.
+        """Raise for option names of torchao, with the names used here."""
+        # In `__new__`, because the generated `__init__` would raise a TypeError without the replacement.
         known = [f"{name}: {TORCHAO_OPTIONS[name]}" for name in options if name in TORCHAO_OPTIONS]
         if known:
             raise Fp8Error(f"Float8LinearConfig has other names than torchao for {'; '.join(known)}.")
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        """Apply shared choices and refuse combinations that have no products."""
+        """Apply shared choices; raise for combinations without matmuls."""
         # named: with slots, the class that super() closes over is not this one
         # First: it makes a `Recipe` of a name, which `delayed` then changes.
         LinearConfig.__post_init__(self)

@@ -1,4 +1,4 @@
-"""`Float8Monitor`: statistics of FP8 training, which stay on the device until somebody asks for them.
+"""`Float8Monitor`: statistics of FP8 training, kept on the device until collected.
 
 Watching costs a pass or two over each operand, and nothing while no monitor is attached.
 """
@@ -28,7 +28,7 @@ class Float8Monitor(contextlib.AbstractContextManager):
     * `<layer>/<operand>/saturated`: share of values that were clamped to the largest FP8 value.
     * `<layer>/<operand>/underflowed`: share of non-zero values that became zero.
     * `<layer>/<operand>/nonfinite`: share of infinities and NaN.
-    * `<weight>/wire/scale`, `<weight>/wire/amax`: what the all-gather uses (the largest amax over ranks).
+    * `<weight>/wire/scale`, `<weight>/wire/amax`: values used by the all-gather (the largest amax over ranks).
     * `<weight>/wire/saturated`, `<weight>/wire/underflowed`, `<weight>/wire/nonfinite`: shares of this rank's shard.
 
     Operands are "input", "grad_output" and, where FSDP2 does not gather it, "weight". Statistics cover everything since
@@ -52,7 +52,10 @@ class Float8Monitor(contextlib.AbstractContextManager):
             layer.fp8["weight"].watch(None)
 
     def collect(self) -> dict[str, float]:
-        """Return everything since the last call as plain numbers; one transfer from the device."""
+        """Return statistics since the last call as numbers.
+
+        One transfer from the device.
+        """
         numbers: dict[str, float] = {}
         for prefix, counted in self.collect_counts().items():
             elements = max(counted.pop("elements"), 1)
@@ -60,7 +63,7 @@ class Float8Monitor(contextlib.AbstractContextManager):
         return numbers
 
     def collect_counts(self) -> dict[str, dict[str, float]]:
-        """Return what `collect` does by operand, with numbers of elements in place of shares.
+        """Return `collect` by operand, with counts instead of shares.
 
         The counts of several ranks can be added: "saturated", "underflowed", "nonfinite" and "elements".
         """
@@ -78,7 +81,7 @@ class Float8Monitor(contextlib.AbstractContextManager):
 
     @torch.no_grad()
     def _record(self, layer: str, name: str, x: torch.Tensor, operand: Quantized) -> None:
-        """Add what a layer has cast: `x` and what became of it."""
+        """Add a layer's cast: `x` and its FP8 form."""
         self._add(layer, name, x, operand)
         matmul, weight = self._layers[layer].fp8["weight"], self._layers[layer].weight
         plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight
@@ -98,14 +101,14 @@ Statistics = dict[str, torch.Tensor]
 """Scalar tensors "amax", "scale" (where they are known) and counts of elements."""
 
 COUNTS = ("saturated", "underflowed", "nonfinite")
-"""What is counted, and reported as a share of "elements"."""
+"""Counts that are reported as a share of "elements"."""
 
 COMBINE = {"amax": torch.maximum, "scale": torch.minimum}
 """How numbers of several casts become one; counts are added."""
 
 
 def _of_weight(weight: Fp8Weight) -> Statistics:
-    """Return scale and amax of a whole weight that is gathered, and counts of this rank's part."""
+    """Return scale and amax of a gathered weight, and local counts."""
     counted, part = {"scale": weight.scale.min()} if weight.scale.numel() else {}, weight.part
     # The bits of floats that are not negative sort like the floats. Static and MX casts agree on none.
     counted["amax"] = weight.bits.max().view(torch.float32) if weight.bits.numel() else casts.amax(part)
@@ -128,23 +131,26 @@ def _of_weight(weight: Fp8Weight) -> Statistics:
 
 
 def _on_host(numbers: list[torch.Tensor]) -> list[float]:
-    """Return scalar tensors as numbers: one wait for the device instead of one for each number."""
+    """Return scalar tensors as numbers, with one wait for the device."""
     if not numbers:
         return []
-    # Under CPU offload weights are on the CPU, and what layers saw is on the GPU.
+    # Under CPU offload weights are on the CPU, and layers' statistics are on the GPU.
     common = next((n.device for n in numbers if n.device.type != "cpu"), numbers[0].device)
     return torch.stack([n.float().to(common) for n in numbers]).tolist()
 
 
 def _above(limit: float | torch.Tensor) -> float | torch.Tensor:
-    """Return what exceeds a limit: one part in 2^20 is the rounding of scale and limit, not saturation."""
+    """Return the mask of values above a limit.
+
+    One part in 2^20 is the rounding of scale and limit, not saturation.
+    """
     return limit * (1 + 2.0**-20)
 
 
 def _measure(x: torch.Tensor, operand: Quantized) -> Statistics:
     """Return amax, scale and counts of `x`, which was cast to `operand`."""
     finite = torch.isfinite(x)
-    # the largest magnitude that this scale brings into the range of the format
+    # the largest magnitude that this scale maps into the range of the format
     limit = operand.fmt.max * operand.expanded_scale_inv
     became = decoding.values(operand.codes, operand.fmt)
     scale_inv = operand.scale_inv.max() if operand.scale_inv.numel() else operand.scale_inv.new_ones(())

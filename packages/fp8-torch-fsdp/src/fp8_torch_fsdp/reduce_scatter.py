@@ -1,7 +1,7 @@
-"""`Float8ReduceScatter`: FSDP2's reduce-scatter of gradients as FP8 codes, in an all-to-all and a float32 sum.
+"""`Float8ReduceScatter`: FSDP2's reduce-scatter of gradients as FP8 codes.
 
-Sums are made in float32 and in the order of ranks, so that a reduction gives the same bits in every run. Elements that
-stay in the dtype of the reduction travel in the same message.
+Sums are computed in float32 and in the order of ranks, so that a reduction gives the same bits in every run. Elements
+in the dtype of the reduction are sent in the same message.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,9 @@ from fp8_common.torch_layers.sharding.gradient_messages import BLOCK, pack_gradi
 
 
 class RandomState:
-    """How gradients are rounded, and which random bits are next; a `Stateful` for torch.distributed.checkpoint.
+    """Rounding of gradients and position in the random bits.
+
+    A `Stateful` for torch.distributed.checkpoint.
 
     The state is this rank's own, under a name that holds the rank.
 
@@ -34,7 +36,9 @@ class RandomState:
         self.drawn = torch.zeros((), dtype=torch.int64)
 
     def draw(self, rows: int, columns: int) -> tuple[int, int] | None:
-        """Return key and offset of the random bits of a message [rows, columns]; None rounds to nearest.
+        """Return key and offset of a message's random bits.
+
+        Messages are [rows, columns]; None rounds to nearest.
 
         Philox under the key (seed, rank): one bit pattern for each element, each counter good for four. Rows begin with
         a new block of counters.
@@ -51,10 +55,10 @@ class RandomState:
         return {self._name(): {"drawn": self.drawn}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned on this rank.
+        """Load this rank's `state_dict`.
 
         Raises:
-            Fp8Error: It is that of another number of ranks.
+            Fp8Error: It was saved with another number of ranks.
         """
         own = state_dict.get(self._name()) if isinstance(state_dict, dict) else None
         if not isinstance(own, dict) or set(own) != {"drawn"}:
@@ -70,12 +74,12 @@ class RandomState:
 
 
 class Float8ReduceScatter:
-    """FSDP2's reduce-scatter of one group of parameters, as an all-to-all of FP8 codes and a float32 sum.
+    """Reduce-scatter of a parameter group: FP8 all-to-all and float32 sum.
 
     Args:
         state: The model's configuration and random bits.
         params: The group's parameters in the order of FSDP2.
-        compressed: For each of them, whether its gradient travels as FP8.
+        compressed: Whether each parameter's gradient is sent as FP8.
     """
 
     def __init__(self, state: RandomState, params: Sequence[Shard], compressed: Sequence[bool]) -> None:
@@ -84,7 +88,7 @@ class Float8ReduceScatter:
 
     @property
     def codes(self) -> dict[int, str]:
-        """By the identity of its shard, the dtype of codes of each parameter whose gradient travels as FP8."""
+        """Dtype of codes of each compressed gradient, by shard id."""
         name = self._state.config.fp8_format.dtype_name
         return {id(param.local): name for param, chosen in self._params if chosen and param.parameter.requires_grad}
 
@@ -95,7 +99,9 @@ class Float8ReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> None:
-        """Write the reduction of this rank's part into `output_tensor`, ordered on the current stream.
+        """Write this rank's reduced part into `output_tensor`.
+
+        Ordered on the current stream.
 
         Args:
             output_tensor: [m], of the dtype of the input.
@@ -109,8 +115,8 @@ class Float8ReduceScatter:
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise Fp8UnsupportedError(
-                "Compressed gradients are reduced by SUM or AVG, set_gradient_divide_factor is not supported. "
-                "Call module.set_force_sum_reduction_for_comms(True) on each FSDP module, which then divides separately."
+                "Compressed gradients are reduced by SUM or AVG; set_gradient_divide_factor is not supported. "
+                "Call module.set_force_sum_reduction_for_comms(True) on each FSDP module: the division is then separate."
             )
         rows = input_tensor.view(group.size(), -1)
         sizes, coded = self._parts(rows.shape[1])
@@ -120,22 +126,25 @@ class Float8ReduceScatter:
         output_tensor.copy_(join(*sums, sizes, coded).view_as(output_tensor))
 
     def _parts(self, length: int) -> tuple[list[int], list[bool]]:
-        """Return the sizes of the parameters' parts of a row of `length`, and which travel as FP8."""
+        """Return sizes of parameters in a row of `length`, and FP8 flags."""
         trained = [(param, chosen) for param, chosen in self._params if param.parameter.requires_grad]
         sizes, coded = [param.padded_shape.numel() for param, _ in trained], [chosen for _, chosen in trained]
-        # Parameters without a gradient are left out of the buffer, the same ones on all ranks; which, it does not say.
+        # Parameters without a gradient are missing in the buffer, the same ones on all ranks; the arguments do not list
+        # them.
         return (sizes, coded) if sum(sizes) == length else ([length], [False])
 
 
 def reduce_rows(
     state: RandomState, compressed: Tensor, wide: Tensor, group: dist.ProcessGroup, divisor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the float32 sums [c] and [w] over ranks of this rank's row, divided by `divisor`.
+    """Return the float32 sums over ranks of this rank's row.
+
+    They are [c] and [w], divided by `divisor`.
 
     Args:
         state: Configuration and random bits.
-        compressed: Values [n, c] for each of the n ranks of `group` that travel as codes.
-        wide: Values [n, w] that travel in their dtype.
+        compressed: Values [n, c] for each of the n ranks of `group`, sent as codes.
+        wide: Values [n, w] that are sent in their dtype.
         group: The ranks, which all call this with equal shapes.
         divisor: The sums are divided by it.
     """
@@ -149,14 +158,16 @@ def reduce_rows(
 
 
 def split(rows: Tensor, sizes: Sequence[int], coded: Sequence[bool]) -> tuple[Tensor, Tensor]:
-    """Return the elements [n, c] of `rows` [n, c + w] that travel as FP8, and the others [n, w].
+    """Split `rows` [n, c + w] into FP8 and other elements.
+
+    They are [n, c] and [n, w].
 
     Args:
-        rows: Values of parts beside each other.
+        rows: Values of adjacent parts.
         sizes: The number of elements of each part in a row.
-        coded: Whether it travels as FP8.
+        coded: Whether it is sent as FP8.
     """
-    if all(coded) or not any(coded):  # without a copy, as where all of a group's parameters travel alike
+    if all(coded) or not any(coded):  # without a copy if all of a group's parameters are sent the same way
         return (rows, rows[:, :0]) if all(coded) else (rows[:, :0], rows)
     parts = list(zip(rows.split(list(sizes), dim=1), coded, strict=True))
     codes = torch.cat([part for part, own in parts if own], dim=1)
@@ -164,7 +175,7 @@ def split(rows: Tensor, sizes: Sequence[int], coded: Sequence[bool]) -> tuple[Te
 
 
 def join(codes: Tensor, wide: Tensor, sizes: Sequence[int], coded: Sequence[bool]) -> Tensor:
-    """Undo `split` for rows without their first dimension: [c] and [w] give [c + w]."""
+    """Undo `split` without the first dimension: [c], [w] to [c + w]."""
     if all(coded) or not any(coded):
         return codes if all(coded) else wide
     first = iter(codes.split([size for size, own in zip(sizes, coded, strict=True) if own]))

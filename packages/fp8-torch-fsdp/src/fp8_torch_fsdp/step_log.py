@@ -1,4 +1,4 @@
-"""`Float8Log`: writes statistics of all FP8 layers every N steps, from one process, in numbers of all ranks."""
+"""`Float8Log`: writes statistics of FP8 layers every N steps, over ranks."""
 
 import contextlib
 import math
@@ -17,13 +17,15 @@ from fp8_torch_fsdp.layers.module import Float8Module
 from fp8_torch_fsdp.monitor import COUNTS, Float8Monitor
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What wrappers of modules add to the names of layers."""
+"""Prefixes that module wrappers add to layer names."""
 
 Counts = dict[str, dict[str, float]]
 
 
 class Float8Log(contextlib.AbstractContextManager):
-    """Logs amax, scale, saturated and underflowed shares of every FP8 layer: call `step()` after each optimizer step.
+    """Logs amax, scale, saturated and underflowed shares of FP8 layers.
+
+    Call `step()` after each optimizer step.
 
     The first step and every N-th are measured, over all ranks and micro-batches, and the others cost nothing. The first
     rank appends one JSON line to the file, which `fp8 watch` shows, and logs one line of text. A measured step runs
@@ -32,7 +34,7 @@ class Float8Log(contextlib.AbstractContextManager):
     Args:
         model: The converted model, sharded or not.
         path: The file, or the folder of the run, where it is `fp8.jsonl`. Lines are appended.
-        every: How many steps apart.
+        every: Number of steps between entries.
         scalars: Called on the first rank with all numbers by name and the step, as `wandb.log` is.
         step: How many steps were made before, of a run that resumes.
         group: The ranks; all by default.
@@ -73,7 +75,7 @@ class Float8Log(contextlib.AbstractContextManager):
         self.close()
 
     def close(self) -> None:
-        """Stop measuring; what was not logged is dropped."""
+        """Stop measuring; drop unlogged statistics."""
         self._measured.close()
         self._monitor = None
 
@@ -104,7 +106,7 @@ class Float8Log(contextlib.AbstractContextManager):
 
 
 def _gathered(counts: Counts, group: dist.ProcessGroup | None) -> list[Counts] | None:
-    """Return what all ranks counted, on the first of them; None on others.
+    """Return all ranks' counts on the first rank, None on others.
 
     As objects with names, because each stage of a pipeline has other layers.
     """
@@ -138,7 +140,7 @@ def _combine(key: str, one: float, other: float) -> float:
 
 
 def _tensor_name(name: str) -> str:
-    """Return `<layer>/<tensor>` of an operand, or of a weight that is gathered: `<layer>.<weight>/wire`."""
+    """Return an operand's `<layer>/<tensor>`, or a gathered weight's `<layer>.<weight>/wire`."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     name = name.removeprefix("module.")

@@ -376,7 +376,7 @@ def _twin(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -> 
         return None
     made: dict[str, Any] = {}
     if func is aten.empty_like.default:
-        made = {"start": None, "due": None}
+        made = {"start": None, "pending": None}
     fresh = state.around(func(state.codes, *rest, **options), **made)
     return PrimaryFloat8Weight(weight.view_of(fresh.codes), fresh)
 

@@ -1,1 +1,1 @@
-"""The weight that FSDP2 gathers in FP8, and what state dicts see of it."""
+"""The weight that FSDP2 gathers in FP8, and its state dicts."""

@@ -7,7 +7,7 @@ from fp8_torch_fsdp._compat import is_of_fsdp1
 
 
 def refuse_fsdp1(weight: torch.Tensor) -> None:
-    """Refuse a weight that FSDP1 has made a part of its flat parameter; on all ranks alike.
+    """Raise on all ranks if FSDP1 holds a weight.
 
     Raises:
         Fp8Error: It is one.

@@ -1,8 +1,8 @@
-"""`Float8AllGather`: FSDP2's all-gather of one group of parameters, in which matrices travel as MX codes.
+"""`Float8AllGather`: an FSDP2 all-gather that sends matrices as MX codes.
 
 A matrix is sent as E4M3 codes with one E8M0 byte for 32 consecutive values of a row, where a row is everything after
-the first dimension, and arrives as values in the dtype that FSDP2 gathers. Scales are made of what a rank holds and
-travel with it: ranks agree on nothing, and nobody remembers what was written when.
+the first dimension. It is received as values in the dtype that FSDP2 gathers. Each rank computes scales from its shard
+and sends them with the codes: no agreement between ranks and no record of writes is needed.
 """
 
 import dataclasses
@@ -27,16 +27,16 @@ _FIRST_NORMAL = 1 << E4M3.mantissa_bits
 
 
 class Float8AllGather:
-    """FSDP2's all-gather of one group of parameters, some of which travel as MX codes.
+    """All-gather of an FSDP2 parameter group, partly as MX codes.
 
     Args:
         before: The group's all-gather until now, which moves the bytes.
         params: The group's parameters in the order of FSDP2.
-        compressed: For each of them, whether it travels as codes.
+        compressed: Whether each parameter is sent as codes.
 
     Attributes:
         before: As given.
-        matrices: The parameters that travel as codes.
+        matrices: The parameters that are sent as codes.
     """
 
     def __init__(self, before: Any, params: Sequence[Shard], compressed: Sequence[bool]) -> None:
@@ -45,7 +45,7 @@ class Float8AllGather:
 
     @property
     def codes(self) -> dict[int, int]:
-        """By the identity of its shard, the bytes of one gather of each parameter that travels as codes."""
+        """Bytes of one gather of each compressed parameter, by shard id."""
         return {id(param.local): coded_bytes(param.parameter.shape) for param in self.matrices}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -55,12 +55,14 @@ class Float8AllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Fill `output_tensor` with what all ranks send, ordered on the current stream; the same on all of them.
+        """Fill `output_tensor` with the data of all ranks, identical everywhere.
+
+        Ordered on the current stream.
 
         Args:
             output_tensor: [n * m], of the dtype of the input.
-            input_tensor: [m], a part of it: this rank's shards, padded, in the dtype that FSDP2 gathers; uint8 where
-                they differ in dtype, as beside weights that are gathered as codes.
+            input_tensor: [m], a part of it: this rank's shards, padded, in the dtype that FSDP2 gathers; uint8 if
+                dtypes differ, as in groups with weights gathered as codes.
             group: The n ranks.
             async_op: Makes no difference: nothing is left to wait for.
 
@@ -95,13 +97,13 @@ def coded_bytes(shape: torch.Size) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """One parameter's part of what a rank sends.
+    """One parameter's part of a rank's message.
 
     Attributes:
         dtype: That of its values in FSDP2's buffer.
         nbytes: Bytes that they have there.
-        sent: Bytes that travel.
-        columns: Length of a row of a matrix that travels as codes; 0 of what travels as it is.
+        sent: Bytes that are sent.
+        columns: Length of a row of a matrix sent as codes; 0 for data sent unchanged.
     """
 
     dtype: torch.dtype
@@ -122,7 +124,7 @@ class _Part:
         """Return uint8 [sent] of uint8 [nbytes]."""
         if not self.columns:
             return own
-        # copied where bytes of others have put it at an odd address
+        # copied if bytes of other parameters misalign it
         own = own if own.storage_offset() % self.dtype.itemsize == 0 else own.clone()
         cast = quantize_mx(own.view(self.dtype).view(-1, self.columns), E4M3, MODE)
         return torch.cat([one.view(torch.uint8).view(-1) for one in cast])
@@ -139,7 +141,7 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixGatherStats:
-    """What a gather does to one matrix.
+    """Rounding error and bytes of the gather of one matrix.
 
     Attributes:
         name: Its name in the model.
@@ -147,7 +149,7 @@ class MatrixGatherStats:
         bytes: Bytes of one gather of it, from all ranks, padding included.
         below_normal: Which share of its values that are not 0 have codes below E4M3's normal range: they have fewer
             than three bits behind the point.
-        error: The norm of what rounding changes by the norm of the matrix.
+        error: Norm of the rounding error over the norm of the matrix.
     """
 
     name: str
@@ -158,7 +160,10 @@ class MatrixGatherStats:
 
     @classmethod
     def of(cls, name: str, param: Shard) -> "MatrixGatherStats":
-        """Look at the weight as it is now; all ranks call this, for one all-reduce of four numbers."""
+        """Return the statistics of the current weight.
+
+        All ranks call it, for one all-reduce of four numbers.
+        """
         values = param.local.detach().to(param.device, param.wire_dtype).flatten(1)
         found = torch.zeros(4, dtype=torch.float64, device=param.device)
         if values.numel():

@@ -1,7 +1,7 @@
-"""`ShardedFloat8Weight`: a weight, or this rank's shard of it, in high precision; FSDP2 gathers it in FP8.
+"""`ShardedFloat8Weight`: a high-precision weight, or its shard, that FSDP2 gathers in FP8.
 
-Optimizers, checkpoints and initialisation see an ordinary tensor of the original dtype; only FSDP2's all-gather sees
-FP8. What arrives is a `GatheredWeight`.
+Optimizers, checkpoints and initialization use an ordinary tensor of the original dtype; only FSDP2's all-gather sends
+FP8. The gathered weight is a `GatheredWeight`.
 """
 
 import copy
@@ -44,12 +44,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class ShardedFloat8Weight(torch.Tensor):
-    """A weight, or this rank's shard of it, in high precision; FSDP2 gathers it in FP8.
+    """High-precision weight, or this rank's shard, that FSDP2 gathers in FP8.
 
     Args:
-        plain: The plain tensor, float32, bfloat16 or float16 [rows, columns]. Whoever has it may write to it: every
-            forward of the FSDP root looks at it anew.
-        fp8_weight: What is known of the weight, shared by all tensors that alias it.
+        plain: The plain tensor, float32, bfloat16 or float16 [rows, columns]. Other code may write to it: every forward
+            of the FSDP root reads it again.
+        fp8_weight: State of the weight, shared by all tensors that alias it.
     """
 
     plain: torch.Tensor
@@ -64,17 +64,17 @@ class ShardedFloat8Weight(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The weight without its history, as of any tensor; to set it replaces the values.
+        """The weight without autograd history; assignment replaces the values.
 
         Raises:
-            Fp8Error: What is set has another shape or device, or is no float32, bfloat16 or float16.
+            Fp8Error: The new value has another shape or device, or is not float32, bfloat16 or float16.
         """
         return super().data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         refuse_fsdp1(self)
-        # torch exchanges what is behind a tensor without an operator, and a wrapper has nothing behind it
+        # torch swaps the memory of tensors without an operator, and a wrapper has no memory
         plain = value.plain if isinstance(value, ShardedFloat8Weight) else value
         is_plain = type(plain) in (torch.Tensor, nn.Parameter) and plain.dtype in _DTYPES
         if not is_plain or (plain.shape, plain.device) != (self.shape, self.device):
@@ -97,12 +97,15 @@ class ShardedFloat8Weight(torch.Tensor):
         self.fp8_weight.writes += 1
 
     def data_ptr(self) -> int:
-        """Return the address of the plain data; a wrapper has none, but tools tell parameters apart by it."""
+        """Return the address of the plain data, which tools use as identity.
+
+        The wrapper has no storage.
+        """
         return self.plain.data_ptr()
 
     @property
     def _fp8_replaced_by(self) -> str | None:
-        """The mark of `mark_replaced`, kept where the sync of an FSDP root finds it."""
+        """The mark of `mark_replaced`, where the root's sync finds it."""
         return self.fp8_weight.replaced_by
 
     @_fp8_replaced_by.setter
@@ -110,7 +113,10 @@ class ShardedFloat8Weight(torch.Tensor):
         self.fp8_weight.replaced_by = call
 
     def share_memory_(self) -> "ShardedFloat8Weight":
-        """Move the plain data to shared memory, in place; torch would look for a storage of the wrapper."""
+        """Move the plain data to shared memory, in place.
+
+        torch would look for a storage of the wrapper.
+        """
         self.plain.share_memory_()
         return self
 
@@ -119,7 +125,9 @@ class ShardedFloat8Weight(torch.Tensor):
         return self.plain.is_shared()
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Export the plain data, which the importer may write to; torch would export an address that is none.
+        """Export the plain data by DLPack; the importer may write to it.
+
+        torch would export an invalid address.
 
         Raises:
             BufferError: It requires a gradient, as for any tensor: export `weight.detach()`.
@@ -129,7 +137,7 @@ class ShardedFloat8Weight(torch.Tensor):
         return self.plain.detach().__dlpack__(**options)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the plain data as an array that may be written to; torch has none for subclasses."""
+        """Return the plain data as a writable array; torch rejects subclasses."""
         return self.plain.detach().requires_grad_(self.requires_grad).numpy(force=force)
 
     def tolist(self) -> Any:
@@ -137,7 +145,10 @@ class ShardedFloat8Weight(torch.Tensor):
         return self.plain.tolist()
 
     def __deepcopy__(self, memo: dict) -> "ShardedFloat8Weight":
-        """Copy data, gradient and attributes; torch would look for a storage of its own behind `data_ptr`."""
+        """Copy data, gradient and attributes.
+
+        torch would look for a storage at `data_ptr`.
+        """
         if id(self) not in memo:
             twin = type(self)(self.plain.detach().clone(), copy.deepcopy(self.fp8_weight, memo))
             own = {name: value for name, value in vars(self).items() if name not in ("plain", "fp8_weight")}
@@ -148,10 +159,12 @@ class ShardedFloat8Weight(torch.Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a copy of a weight (an average, optimizer state) as the plain tensor that it holds.
+        """Pickle a copy of a weight as its plain tensor.
+
+        Such copies are averages or optimizer state.
 
         Raises:
-            Fp8Error: It is a parameter: what is known about a weight belongs to this process.
+            Fp8Error: It is a parameter: the state of a weight belongs to this process.
         """
         if not isinstance(self, nn.Parameter):
             return self.plain.__reduce_ex__(protocol)
@@ -176,11 +189,11 @@ class ShardedFloat8Weight(torch.Tensor):
 
     @classmethod
     def __metadata_guard__(cls, traced: Fp8Weight, present: Fp8Weight) -> bool:
-        """Tell the compiler that compiled code depends on how a weight is scaled, and on nothing else of it."""
+        """Register the weight's scaling as the compiler's guard."""
         return traced.grid == present.grid
 
     def _stable_hash_for_caching(self) -> str:
-        """Name what a compiled graph depends on besides the values: the same in every process."""
+        """Return the compiled graph's dependencies besides values, equal in every process."""
         return stable_hash(self, repr(self.fp8_weight.grid))
 
     # Everything is decided in `__torch_dispatch__`; the default would wrap the result of every operator in this class.
@@ -207,10 +220,10 @@ class ShardedFloat8Weight(torch.Tensor):
         return result
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], tuple[Fp8Weight, Sent]]:
-        """Return what this rank contributes, uint8 codes and of MX their scales, and what is known of them.
+        """Return this rank's uint8 codes, scales of MX, and metadata.
 
-        The first gather of an FSDP root makes its `ScaleSync`. Whether a gather synchronizes depends on where it
-        happens and never on what this rank did to its weights: the others may not have done it, and would not answer.
+        The first gather of an FSDP root makes its `ScaleSync`. Whether a gather synchronizes depends on its place and
+        never on this rank's writes to weights: ranks without such writes would not take part.
 
         Args:
             mesh: The ranks. FSDP2 has forms with more arguments; with this one short ranks can pad their own buffers.
@@ -233,23 +246,23 @@ class ShardedFloat8Weight(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """Make the gathered weight of the codes of all ranks, or bring an existing one up to date.
+        """Build or update the gathered weight from the codes of all ranks.
 
         Args:
             all_gather_outputs: uint8 buffers, padded at their ends.
-            known: What `fsdp_pre_all_gather` returned besides.
+            known: Metadata from `fsdp_pre_all_gather`.
             param_dtype: The dtype that the weight stands for.
-            out: What an earlier gather returned.
+            out: Result of an earlier gather.
 
         Returns:
-            A `GatheredWeight` of the whole shape, and nothing more to free; None if `out` is brought up to date.
+            A `GatheredWeight` of the whole shape, and no other tensor to free; None if `out` is updated.
         """
         weight, sent = known
         grid, shape = weight.grid, weight.region.full_shape
         codes, *own = all_gather_outputs
         scale_inv = sent.scale_inv
         if grid.is_mx:
-            # of one rank alone FSDP2 hands over the first buffer
+            # for one rank FSDP2 passes the first buffer
             scale_inv = unpad(own[0] if own else sent.codes[1].to(codes.device), grid.shape(shape), torch.uint8)
         return finish_gather(codes, scale_inv, grid, shape, param_dtype, origin=weight, out=out)
 

@@ -1,4 +1,4 @@
-"""What checkpoints see of FP8 weights: plain tensors under the usual names, that need no package to load."""
+"""State dicts of FP8 weights: plain tensors under the usual names."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from fp8_torch_fsdp.scales.delayed import DelayedScale
 
 
 def keep_state_dicts_plain(module: nn.Module) -> None:
-    """Make `module.state_dict()` hold plain tensors, and an assigning load keep FP8 weights what they are."""
+    """Make state dicts hold plain tensors and assigning loads keep FP8 weights."""
     # Once for each module: it may be converted again, or own several parameters that are gathered in FP8.
     if not any(hook is _unwrap for hook in state_dict_hooks(module)[0].values()):
         module.register_state_dict_post_hook(_unwrap)
@@ -28,7 +28,7 @@ def forget_state_dict_hooks(module: nn.Module) -> None:
 
 
 def plain_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a weight, or a DTensor of it, as a plain tensor that shares its memory."""
+    """Return a weight, or a DTensor of it, as a plain view."""
     return map_local(tensor, lambda own: own.plain if isinstance(own, ShardedFloat8Weight) else own)
 
 
@@ -36,14 +36,14 @@ def _unwrap(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_me
     # of children too: parametrizations keep the weight there, pruning and old weight_norm under another name
     for name, parameter in module.named_parameters(remove_duplicate=False):
         key = f"{prefix}{name}"
-        if key in state_dict and state_dict[key] is not parameter:  # `keep_vars=True` asks for the parameter itself
+        if key in state_dict and state_dict[key] is not parameter:  # `keep_vars=True` returns the parameter itself
             state_dict[key] = plain_of(state_dict[key])
 
 
 def _wrap_assigned(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict, *rest: object
 ) -> None:
-    """Wrap what `load_state_dict(assign=True)` is about to put in the place of FP8 weights."""
+    """Wrap tensors that `load_state_dict(assign=True)` assigns to FP8 weights."""
     if not local_metadata.get("assign_to_params_buffers"):
         return
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -54,6 +54,6 @@ def _wrap_assigned(
             state_dict[key] = map_local(state_dict[key], lambda t, own=own.fp8_weight: ShardedFloat8Weight(t, own))
     weight = state_dict.get(f"{prefix}weight")
     for scale in module.children():
-        # delayed scales are in no state dict of the model: they leave the meta device beside the weight
+        # delayed scales are in no state dict of the model: they leave the meta device with the weight
         if isinstance(scale, DelayedScale) and scale.scale.is_meta and weight is not None and not weight.is_meta:
             scale.to_empty(device=weight.device)

@@ -1,1 +1,1 @@
-"""Conversion: which layers of a model become FP8 layers, which weights are gathered in FP8, and what stays and why."""
+"""Conversion of models: selection of layers, FP8 modules, and reports."""

@@ -1,4 +1,4 @@
-"""The fused inference kernel of `nn.TransformerEncoderLayer`, which reads weights of layers without calling them.
+"""Disable the fused inference kernel of `nn.TransformerEncoderLayer`, which bypasses layers.
 
 It would compute converted layers in high precision in evaluation and in FP8 in training; nothing is gained by it there.
 """
@@ -11,7 +11,7 @@ _KEPT = "fp8_fast_path"
 
 
 def turn_off(module: nn.Module, converted: Collection[nn.Module]) -> None:
-    """Make an encoder, or one of its layers, call its layers in evaluation too if it holds any of `converted`."""
+    """Disable an encoder's fast path if it holds any of `converted`."""
     name = _switch_of(module)
     if name and name in vars(module) and any(layer in converted for layer in module.modules()):
         # setdefault: a second conversion of the model must not take the 0 of the first for the original value
@@ -26,7 +26,10 @@ def restore(module: nn.Module) -> None:
 
 
 def _switch_of(module: nn.Module) -> str:
-    """Return the attribute without which the module takes no fast path; an encoder passes on nested tensors there."""
+    """Return the attribute that enables the fast path.
+
+    In an encoder it also passes on nested tensors.
+    """
     if isinstance(module, nn.TransformerEncoderLayer):
         # 0 stands for any other activation, for which torch has no fused kernel.
         return "activation_relu_or_gelu"

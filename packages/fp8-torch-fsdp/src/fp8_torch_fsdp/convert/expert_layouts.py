@@ -1,7 +1,7 @@
-"""`ExpertLayout`: how a module keeps the weights of its experts, and its forward in terms of grouped products.
+"""`ExpertLayout`: the weights of a module of experts, and its grouped forward.
 
-The experts of Transformers and of torchtitan are known; others are described by their users. Nothing is registered, and
-neither library is imported: their modules are told by the class that brings their forward.
+The experts of Transformers and of torchtitan are known; users describe others. Nothing is registered, and neither
+library is imported: their modules are recognized by the class that defines their forward.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ from fp8_torch_fsdp.layers.module import WeightLayout
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertLayout(WeightLayout):
-    """Where experts keep their weights, and how they compute.
+    """Weights of a module of experts, and its forward.
 
     Attributes:
-        forward: Called with the converted module and the inputs of its forward; returns what that returns. It calls
-            `module.expert_matmul(name, x, offsets)` in the place of products with `module.name`.
+        forward: Called with the converted module and the inputs of its forward; returns the forward's outputs. It calls
+            `module.expert_matmul(name, x, offsets)` instead of matmuls with `module.name`.
         weights: The names of the stacked parameters, [experts, out_features, in_features].
         transposed: They are [experts, in_features, out_features] instead.
         stacked: Always true.
@@ -36,7 +36,9 @@ class ExpertLayout(WeightLayout):
 
 
 def layout_of(module: nn.Module, own: Mapping[type, ExpertLayout]) -> ExpertLayout | None:
-    """Return the layout of a module of experts; None for any other module, and for experts that nobody described.
+    """Return the layout of a module of experts, else None.
+
+    None also for experts without a description.
 
     Args:
         module: Any module.
@@ -66,7 +68,7 @@ def layout_of(module: nn.Module, own: Mapping[type, ExpertLayout]) -> ExpertLayo
 def _transformers(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute what an experts implementation of Transformers has to: the weighted sum of each token's experts."""
+    """Return the weighted sum of each token's experts, as in Transformers."""
     chosen = top_k_index.reshape(-1)
     ids, order = torch.sort(chosen, stable=True)
     of_experts = torch.arange(experts.num_experts, dtype=ids.dtype, device=ids.device)
@@ -90,7 +92,7 @@ def _transformers(
         output = experts.post_expert_norm(output)
     weights = top_k_weights.reshape(-1)
     if getattr(experts, "_is_expert_parallel", False):
-        # what is not computed here must not reach the router either
+        # tokens of other ranks' experts must not reach the router either
         weights = weights.masked_fill(chosen >= experts.num_experts, 0)
     # back in the order of tokens, so that a sum in a fixed order takes the place of additions by index
     output = output[torch.argsort(order)] * weights[:, None]
@@ -98,7 +100,10 @@ def _transformers(
 
 
 def _is_swiglu(experts: Any) -> bool:
-    """Return whether experts of Transformers compute down(silu(gate) * up), without biases and with two weights."""
+    """Return whether experts compute down(silu(gate) * up) with two weights.
+
+    Experts are Transformers', without biases.
+    """
     gate = getattr(type(experts), "_apply_gate", None)
     usual = getattr(gate, "__qualname__", None) == "_default_apply_gate" and getattr(experts, "has_gate", True)
     silu = isinstance(activation := getattr(experts, "act_fn", None), nn.SiLU) or activation is F.silu
@@ -106,17 +111,17 @@ def _is_swiglu(experts: Any) -> bool:
 
 
 def _torchtitan(experts: Any, x: torch.Tensor, tokens_of_experts: torch.Tensor) -> torch.Tensor:
-    """Compute what the forward of torchtitan's `GroupedExperts` computes, in the dtype of `x`."""
+    """Compute the forward of torchtitan's `GroupedExperts`, in the dtype of `x`."""
     offsets = tokens_of_experts.cumsum(0, dtype=torch.int32)
     gate, down, up = experts.fp8_layout.weights
     names = gate, up, down
-    # expert parallelism leaves weights distributed; of one that is cut within experts there is no whole product
+    # expert parallelism leaves weights distributed; a weight cut within experts has no local matmul
     weights = [local_experts(getattr(experts, name)) for name in names]
     return experts.gated_mlp(names, x, weights, offsets)
 
 
 def _grouped_linear(linear: Any, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Compute what the forward of torchtitan's `GroupedLinear` computes; of projections [rows, projections, out]."""
+    """Compute torchtitan's `GroupedLinear`, of projections [rows, projections, out]."""
     weight = local_experts(linear.weight)
     if not linear.fp8_layout.projections:
         return linear.fp8_matmul("weight", x, weight, offsets)
@@ -124,13 +129,16 @@ def _grouped_linear(linear: Any, x: torch.Tensor, offsets: torch.Tensor) -> torc
 
 
 def local_experts(weight: torch.Tensor) -> torch.Tensor:
-    """Return this rank's experts of a weight that is cut between experts alone; any other weight as it is."""
+    """Return the local experts of a weight sharded between experts.
+
+    Any other weight is returned unchanged.
+    """
     between = isinstance(weight, DTensor) and all(one.is_replicate() or one.is_shard(0) for one in weight.placements)
     return weight.to_local() if between else weight
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Return whether a module is Transformers' `Conv1D`, with the forward of that class."""
+    """Return whether a module is Transformers' `Conv1D`, forward included."""
     forward: Any = type(module).forward
     return forward.__qualname__ == "Conv1D.forward" and forward.__module__ == "transformers.pytorch_utils"
 

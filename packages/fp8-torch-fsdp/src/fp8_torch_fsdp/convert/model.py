@@ -41,22 +41,24 @@ def convert_to_float8_training(
     heads: bool = False,
     **unknown: Any,
 ) -> nn.Module:
-    """Turn the linear layers and the stacked experts of `model` into FP8 ones, in place, before `fully_shard`.
+    """Convert linear layers and stacked experts of `model` to FP8, in place.
+
+    Call it before `fully_shard`.
 
     Linear layers are `nn.Linear` and Transformers' `Conv1D`; experts of Transformers and torchtitan are known. Adapters
-    (`lora_A`, `lora_B`) and output heads stay in high precision. One line, logged as a warning on rank 0 so that it
-    is seen, says what was converted and left, and names output heads; `float8_report` says it again.
+    (`lora_A`, `lora_B`) and output heads stay in high precision. One line, logged as a warning on rank 0 to be visible,
+    lists converted and remaining layers and output heads; so does `float8_report`.
 
     Args:
         model: Any module, a linear layer too.
         misplaced: Nothing; other arguments have names.
         config: How to cast and gather; or
         recipe: a recipe instead: a name ("tensorwise" by default), a `Recipe`, or its dictionary.
-        module_filter_fn: Called with (layer, fully qualified name); False leaves the layer as it is. Or `Rules`, by
-            the names of layers, which may give each layer a recipe of its own. Modules of experts are asked about like
-            layers.
+        module_filter_fn: Called with (layer, fully qualified name); False leaves the layer unchanged. Or `Rules` over
+            layer names, which may select a custom recipe for each layer. Modules of experts are passed like layers.
         experts: How other classes of experts keep their weights and compute.
-        routers: Convert what chooses the experts of each token too, which stays in high precision by default.
+        routers: Whether to convert the layers that choose the experts of each token; they stay in high precision by
+            default.
         heads: Convert output heads too, see `float8_report`. The weight of one that is an embedding's too is gathered
             in high precision, as the embedding needs it.
         unknown: Nothing; the error names the argument that was meant.
@@ -67,10 +69,9 @@ def convert_to_float8_training(
         afterwards.
 
     Raises:
-        Fp8Error: torchao's configuration, contradictory choices, a layer already sharded, a parametrized
-            layer that the filter does not leave out, a weight that an earlier call has replaced elsewhere, experts of
-            another form than their layout says, a model without anything to convert, or Accelerate runs with
-            `mixed_precision="fp8"`.
+        Fp8Error: torchao's configuration, contradictory choices, a layer already sharded, a parametrized layer that the
+            filter does not exclude, a weight that an earlier call has replaced elsewhere, experts that differ from
+            their layout, a model without anything to convert, or Accelerate with `mixed_precision="fp8"`.
     """
     _refuse_arguments(misplaced, unknown)
     _refuse_fp8_of_accelerate()
@@ -97,7 +98,7 @@ def convert_to_float8_training(
         _wrap_weights(list(chosen), users)
     for module in model.modules():
         encoder_fast_path.turn_off(module, chosen)
-    # Only delayed scaling has state of its own that has to be brought up to date before a forward.
+    # Only delayed scaling has state that must be updated before a forward.
     if delayed_scales(model):
         synchronize_before_forward(model)
     _log(model, chosen, roles, left)
@@ -105,11 +106,13 @@ def convert_to_float8_training(
 
 
 def unconvert(model: nn.Module) -> nn.Module:
-    """Turn FP8 layers and experts back into what they were, in place. Call it on models that are not sharded.
+    """Restore the original classes of FP8 layers and experts, in place.
+
+    Call it on models that are not sharded.
 
     Returns:
         `model`, with plain weights that share the storage of the FP8 layers' weights. Ties, hooks, subclasses,
-        attributes and gradients are those of the FP8 layers.
+        attributes and gradients are kept.
 
     Raises:
         Fp8Error: The model is sharded; save a state dict and load it into a new model instead.
@@ -139,7 +142,10 @@ def unconvert(model: nn.Module) -> nn.Module:
 def _refuse_unless_converted(
     model: nn.Module, config: Float8LinearConfig, roles: Roles, left: Mapping[str, str]
 ) -> None:
-    """Refuse a model without anything to convert, unless it was converted with this configuration."""
+    """Raise if nothing can be converted, unless the model already is.
+
+    It must have been converted with this configuration.
+    """
     done = [module for module in model.modules() if isinstance(module, Float8Module)]
     if done and all(module.fp8_config == config for module in done):
         logger.warning("FP8: nothing to convert, %d layers are FP8 layers of this recipe already.", len(done))
@@ -153,7 +159,7 @@ def _refuse_unless_converted(
 
 
 def _refuse_arguments(misplaced: tuple, unknown: Mapping[str, Any]) -> None:
-    """Refuse arguments without a name, and names that do not exist."""
+    """Validate that arguments are named and exist."""
     if misplaced:
         raise Fp8Error(
             f"convert_to_float8_training takes one positional argument, the model; got {misplaced[0]!r} besides. Name "
@@ -174,7 +180,7 @@ def _refuse_arguments(misplaced: tuple, unknown: Mapping[str, Any]) -> None:
 
 
 def _refuse_fp8_of_accelerate() -> None:
-    """Raise if `prepare` of Accelerate would replace the FP8 layers: it does so without a word."""
+    """Raise if Accelerate's `prepare` would silently replace the FP8 layers."""
     state: Any = sys.modules.get("accelerate.state")
     if state is None:
         return
@@ -223,7 +229,7 @@ def _convert(module: Any, config: Float8LinearConfig, experts: Mapping[type, Exp
 
 
 def _wrap_weights(converted: Collection[Any], users: Mapping[int, list[tuple[nn.Module, str]]]) -> None:
-    """Wrap each weight that FP8 modules alone use; modules that share a weight share its wrapper and its scale.
+    """Wrap weights used only by FP8 modules; ties share one wrapper.
 
     Args:
         converted: The modules whose class has changed.
@@ -259,7 +265,10 @@ def _wrap_weights(converted: Collection[Any], users: Mapping[int, list[tuple[nn.
 
 
 def _log(model: nn.Module, converted: Collection[nn.Module], roles: Roles, left: Mapping[str, str]) -> None:
-    """Say on rank 0 what was converted, as a warning, because nobody sees logging.INFO; the names of others as INFO."""
+    """Log the conversion on rank 0, as a warning to be visible.
+
+    Names of other layers are logged as INFO.
+    """
     logger.info("FP8:%s", why_left(left) or " every linear layer was converted.")
     experts = sum(isinstance(module, Float8Experts) for module in converted)
     what = f"{len(converted) - experts} linear layers" + f" and {experts} modules of experts" * bool(experts)

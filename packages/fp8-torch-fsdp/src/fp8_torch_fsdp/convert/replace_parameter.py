@@ -1,4 +1,4 @@
-"""Parameters that take the place of others: what users attached to one goes with it."""
+"""Replace parameters, and keep their gradient, hooks and attributes."""
 
 import torch
 from torch import nn
@@ -7,15 +7,15 @@ from fp8_common import Fp8Error
 from fp8_common.torch_layers.sharding.replaced import MARK, mark_replaced
 
 _OWN = {"plain", "info", MARK}
-"""What belongs to an FP8 wrapper, and what says what became of the old parameter."""
+"""Attributes of an FP8 wrapper, and the mark of a replaced parameter."""
 
 
 def replaced_by(parameter: torch.Tensor, data: torch.Tensor, call: str) -> nn.Parameter:
-    """Return a parameter of `data` in the place of `parameter`, with its gradient, hooks and attributes.
+    """Return a parameter of `data` with `parameter`'s gradient, hooks and attributes.
 
     Args:
         parameter: The one that the model holds until now. An optimizer that steps it raises from now on.
-        data: What the new one holds; its values are those of `parameter`.
+        data: Tensor of the new parameter; its values equal `parameter`'s.
         call: The call that replaces it, for errors.
     """
     new = nn.Parameter(data, requires_grad=parameter.requires_grad)
@@ -33,7 +33,7 @@ def replaced_by(parameter: torch.Tensor, data: torch.Tensor, call: str) -> nn.Pa
 
 
 def refuse_replaced(parameter: torch.Tensor | None, name: str) -> None:
-    """Refuse a weight whose place in another module was given to a new one: the two would not be tied any more.
+    """Raise if another module's weight was replaced, which would break the tie.
 
     Args:
         parameter: A weight that is about to be converted.

@@ -1,4 +1,4 @@
-"""`float8_report`: what each parameter of a model computes in, what travels for it, how its gradient does, and why."""
+"""`float8_report`: compute, gather and reduction dtype of each parameter, with reasons."""
 
 import dataclasses
 from collections import Counter
@@ -32,14 +32,14 @@ class WeightReport:
     Attributes:
         name: Fully qualified name.
         shape: Shape of the whole parameter.
-        class_name: Class of the module that has it, as it was before the conversion.
+        class_name: Class of the module that has it, before the conversion.
         fp8: Whether matmuls with it run in FP8.
-        wire: What FSDP2 gathers: "float8_e4m3fn" or the name of a high-precision dtype.
+        wire: Dtype that FSDP2 gathers: "float8_e4m3fn" or the name of a high-precision dtype.
         wire_bytes: Bytes of one gather of the whole parameter.
-        saved_bytes: What that saves against gathering the parameter in `reference_dtype`.
+        saved_bytes: Bytes saved against gathering the parameter in `reference_dtype`.
         gradient: "float8_e4m3fn" or "float8_e5m2" where its gradient is reduced as codes, else the name of the dtype
             in which FSDP2 reduces it; "" before the first forward, and where FSDP2 does not shard it.
-        why: How the weight is scaled, or why it does not travel in FP8.
+        why: Scaling of the weight, or the reason why it is not gathered in FP8.
         head: A sentence about the output head whose weight it is, or "".
         rows_per_expert: Rows of the last eager forward over the number of experts; None before, and of other weights.
     """
@@ -64,7 +64,9 @@ class WeightReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Float8Report:
-    """The parameters of a model and what it has done on this rank; `str()` makes a table.
+    """Parameters of a model and their dtypes on this rank.
+
+    `str()` makes a table.
 
     Attributes:
         weights: One entry for each parameter.
@@ -85,7 +87,7 @@ class Float8Report:
 
     @property
     def saved_bytes(self) -> int:
-        """What that saves."""
+        """Bytes saved by FP8 gathers."""
         return sum(weight.saved_bytes for weight in self.weights)
 
     @property
@@ -95,17 +97,20 @@ class Float8Report:
 
     @property
     def converted(self) -> float:
-        """Share of the bytes, in the reference dtype, whose matmuls run in FP8."""
+        """Share of the bytes, in the reference dtype, with FP8 matmuls."""
         return sum(weight.bytes for weight in self.weights if weight.fp8) / max(1, self.bytes)
 
     @property
     def gathered(self) -> float:
-        """Share of the bytes, in the reference dtype, that FSDP2 gathers in FP8."""
+        """Share of the bytes, in the reference dtype, gathered in FP8."""
         return sum(weight.bytes for weight in self.weights if "float8" in weight.wire) / max(1, self.bytes)
 
     @property
     def left(self) -> list[tuple[str, str, int, int]]:
-        """Class of module, reason, number of parameters and bytes of what does not compute in FP8, largest first."""
+        """Modules that do not compute in FP8, largest first.
+
+        Class, reason, number of parameters and bytes of each.
+        """
         count, size = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
         for weight in self.weights:
             if not weight.fp8:
@@ -115,7 +120,10 @@ class Float8Report:
 
     @property
     def headline(self) -> str:
-        """The shares, what was left from a thousandth of the bytes on, and a sentence for each output head."""
+        """The shares, the largest remaining layers, and a sentence per output head.
+
+        Layers count from a thousandth of the bytes on.
+        """
         parts = [
             f"{size / self.bytes:.1%} {name} ({count} parameter{'s' * (count != 1)}, {why})"
             for name, why, count, size in self.left
@@ -128,7 +136,7 @@ class Float8Report:
         return f"{self.converted:.1%} of the weights converted, {self.gathered:.1%} {gathered}.{left}{heads}"
 
     def __str__(self) -> str:
-        """Return the headline and a table with one line for each weight and the sums."""
+        """Return the headline and a table of all weights with sums."""
         sizes = f"{'bytes':>15}", f"{'saved':>15}"
         table = [("name", "class", "shape", "FP8", "wire", *sizes, "gradient", "why")]
         for w in self.weights:
@@ -141,12 +149,12 @@ class Float8Report:
 
 
 def float8_report(model: nn.Module, *, reference_dtype: torch.dtype = torch.bfloat16) -> Float8Report:
-    """Report which weights of `model` compute in FP8, what FSDP2 gathers for each, and how it reduces its gradient.
+    """Report each weight's compute, gather and gradient-reduction dtype.
 
     Args:
         model: Any model, converted or not, on any device, "meta" too; call it while its weights are sharded
             (`model.reshard()`).
-        reference_dtype: The dtype of the gather that savings are measured against, and of parameters that travel in
+        reference_dtype: The gather dtype that savings are measured against, and the dtype of parameters gathered in
             high precision.
 
     Returns:
@@ -215,7 +223,7 @@ def report_with(roles: Roles, model: nn.Module, reference_dtype: torch.dtype = t
 
 
 def _about_rows(rows: list[float]) -> str:
-    """Return a sentence about experts with fewer rows than repay the casts of their weights."""
+    """Return a sentence about experts with too few rows for FP8."""
     low, high = ROWS_REPAID
     few = [one for one in rows if one < high]
     if not few:
@@ -233,7 +241,10 @@ def _head(name: str, embedding: str, *, fp8: bool, gathered: bool) -> str:
 
 
 def _gathered_weight(local: torch.Tensor, user: nn.Module | None) -> Fp8Weight | None:
-    """Return how a weight travels in FP8: as its tensor says, or its layer under `fully_shard_traceable`."""
+    """Return a weight's FP8 scaling in the gather.
+
+    From its tensor, or from its layer under `fully_shard_traceable`.
+    """
     if isinstance(local, ShardedFloat8Weight):
         return local.fp8_weight
     distribution = getattr(user, "distribution", None)
@@ -250,7 +261,10 @@ def _why(
     *,
     compressed: bool,
 ) -> str:
-    """Return how a parameter of `module` travels in FP8, or why not; `kind` is that of layers that stay wide."""
+    """Return a parameter's FP8 scaling in the gather, or the obstacle.
+
+    `kind` is the reason for layers in high precision.
+    """
     if weight is not None and fp8 is None:
         return f"the FP8 layer was replaced by {type(module).__module__}.{type(module).__name__}"
     if weight is not None:

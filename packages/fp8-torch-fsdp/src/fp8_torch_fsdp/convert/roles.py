@@ -1,9 +1,9 @@
-"""`roles_of`: the layers that stay in high precision unless they are asked for, found by their names and places.
+"""`roles_of`: finds layers kept in high precision by names and places.
 
 Routers choose the experts of each token: rounded logits change the choice, which nothing later can repair, and a router
-is about a thousandth of the experts' weights. Adapters are matrices of low rank beside layers: what they add is small
-against the layer's output, they are too narrow for FP8 matmuls, and few bytes. Output heads give the logits, where
-rounding goes straight into the loss.
+is about a thousandth of the experts' weights. Adapters are low-rank matrices added to layers: their output is small
+against the layer's, they are too narrow for FP8 matmuls, and few bytes. Output heads give the logits, where rounding
+goes directly into the loss.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,11 +20,14 @@ _LEVELS = 2
 """How far above its experts a router can be: torchtitan's experts are two levels below the module that has both."""
 
 _HEADS = ("lm_head", "embed_out", "output", "head")
-"""What linear layers are called that give logits: in Transformers and torchtitan."""
+"""Names of linear layers that compute logits, in Transformers and torchtitan."""
 
 
 def users_of_parameters(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Return the modules that have each parameter, with its name there, by its id: valid while the model keeps it."""
+    """Return the modules that hold each parameter, by parameter id.
+
+    Ids are valid while the model keeps the parameter.
+    """
     users: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         # `_parameters`, because `weight` of a parametrized layer is computed and is no parameter
@@ -47,7 +50,10 @@ class Roles(NamedTuple):
     heads: dict[nn.Module, str]
 
     def reasons(self, *, routers: bool, heads: bool) -> dict[nn.Module, str]:
-        """Return the modules that are not converted, with the reason; `routers` and `heads` say which are."""
+        """Return the modules to leave unconverted, with reasons.
+
+        `routers` and `heads` select more of them.
+        """
         wide = dict.fromkeys(self.adapters, "an adapter")
         if not routers:
             wide |= dict.fromkeys(self.routers, "a router, which chooses experts")
@@ -62,7 +68,10 @@ NO_EXPERTS: Mapping[type, ExpertLayout] = {}
 
 
 def roles_of(model: nn.Module, experts: Mapping[type, ExpertLayout] = NO_EXPERTS) -> Roles:
-    """Return the modules of any model that have a role; `experts` are the layouts of the user's classes of experts."""
+    """Return the modules of any model that have a role.
+
+    `experts` are the layouts of the user's classes of experts.
+    """
     modules = dict(model.named_modules())
     adapters = {
         module for name, module in modules.items() if any(part.lower().startswith("lora_") for part in name.split("."))
@@ -73,15 +82,15 @@ def roles_of(model: nn.Module, experts: Mapping[type, ExpertLayout] = NO_EXPERTS
 def _output_heads(modules: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
     """Return the output heads among the modules of a model.
 
-    They are linear layers that share the weight, the only one that gives as many values as the largest embedding has
-    rows (those of positions and types have fewer), or those that are called like heads outside of numbered blocks, as
-    in parts of a pipeline that have no embedding.
+    They are linear layers that share the weight, the only layer with as many outputs as the largest embedding has rows
+    (position and type embeddings have fewer), or layers with a head's name outside of numbered blocks, as in parts of a
+    pipeline without an embedding.
     """
     embeddings = {name: module for name, module in modules.items() if isinstance(module, nn.Embedding)}
     owners = {id(module._parameters["weight"]): name for name, module in embeddings.items()}
     vocabulary, width = max(((each.num_embeddings, each.embedding_dim) for each in embeddings.values()), default=(0, 0))
     linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
-    # where a vocabulary is as large as the model or its layers are wide, sizes tell nothing
+    # a vocabulary as large as the model, or wide layers, make sizes ambiguous
     by_size = [module for module in linear.values() if module.out_features == vocabulary != width]
     found = dict[nn.Module, str]()
     for name, module in linear.items():
@@ -115,7 +124,7 @@ def _routers(modules: Mapping[str, nn.Module], own: Mapping[type, ExpertLayout])
 
 
 def _experts_in(name: str, module: nn.Module, own: Mapping[type, ExpertLayout]) -> int:
-    """Return how many experts a module holds; 0 if it is no such module."""
+    """Return a module's number of experts, 0 for other modules."""
     if isinstance(module, nn.ModuleList):
         return len(module) if "expert" in name.rpartition(".")[2] else 0
     layout = module.fp8_layout if isinstance(module, Float8Experts) else layout_of(module, own)
@@ -127,7 +136,7 @@ def _experts_in(name: str, module: nn.Module, own: Mapping[type, ExpertLayout]) 
 
 
 def stacked_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Return a module's own parameters that look like stacks of matrices: three dimensions, and no convolution."""
+    """Return parameters of three dimensions that are no convolution."""
     if isinstance(module, CONVOLUTIONS):
         return
     for parameter in module._parameters.values():

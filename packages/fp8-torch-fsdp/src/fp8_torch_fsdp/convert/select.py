@@ -1,4 +1,4 @@
-"""Which modules of a model become FP8 modules, and why the others stay in high precision; `auto_filter_for_recipe`."""
+"""Select the modules to convert; `auto_filter_for_recipe` filters by size."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,10 +23,10 @@ ROWS_REPAID = (335, 500)
 (`fp8_common.advise.rows_that_repay`), not measured. Casts of activations come on top."""
 
 ALIGNMENT = 16
-"""FP8 matrix units take dimensions that are multiples of this; other sizes are padded or refused there."""
+"""FP8 matrix units require dimensions that are multiples of this; other sizes are padded or rejected there."""
 
-# Below these sizes the casts cost more than the products gain. Estimates from the work that each side does, not
-# measurements: a cast touches M K + K N values, the product saves time in proportion to M K N.
+# Below these sizes the casts cost more than the matmuls gain. Estimated from operation counts, not measured: a cast
+# reads M K + K N values, the matmul saves time in proportion to M K N.
 SMALL = {"tensorwise": (256, 256), "rowwise": (1024, 1024), "blockwise_128x128": (1024, 1024), "mx": (1024, 1024)}
 """For each granularity of the weight, the smallest (out_features, in_features) that are worth it."""
 
@@ -42,12 +42,12 @@ def select(
     experts: Mapping[type, ExpertLayout],
     wide: Mapping[nn.Module, str],
 ) -> tuple[dict[nn.Module, Float8LinearConfig], dict[str, str]]:
-    """Return the modules to convert with their configurations, and the names of others with the reason they stay.
+    """Return configurations of modules to convert, and reasons for the others.
 
     Args:
         model: Any model.
         keep: The user's filter, or rules by name.
-        config: The configuration where a rule gives no recipe of its own.
+        config: The configuration if no rule gives a recipe.
         experts: Layouts of the user's classes of experts.
         wide: Modules that stay, with the reason.
 
@@ -84,7 +84,7 @@ def select(
 
 
 def why_left(left: Mapping[str, str]) -> str:
-    """Return a sentence with the names of what was left, by reason."""
+    """Return a sentence with the names of remaining layers, by reason."""
     reasons: dict[str, list[str]] = {}
     for name, reason in left.items():
         reasons.setdefault(reason, []).append(name)
@@ -116,7 +116,7 @@ def auto_filter_for_recipe(
     *,
     rows_per_expert: float | None = None,
 ) -> ModuleFilter:
-    """Return a `module_filter_fn` that leaves out layers which are too small or odd-sized to gain, or named.
+    """Return a filter that excludes small, odd-sized or named layers.
 
     A layer is kept in high precision if its full name contains one of `filter_fqns`, if one of its dimensions is no
     multiple of 16, if one is below `SMALL` for the recipe (estimates), or if it has at most `LARGEST_SLOWER` weights

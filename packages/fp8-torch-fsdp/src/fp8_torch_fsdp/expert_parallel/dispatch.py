@@ -1,4 +1,4 @@
-"""`dispatch_tokens`: the tokens of all ranks where their experts are, as FP8 codes."""
+"""`dispatch_tokens`: sends tokens to the ranks of their experts as FP8 codes."""
 
 import dataclasses
 from typing import Any
@@ -24,7 +24,7 @@ from fp8_torch_fsdp.layers.experts import Float8Experts
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DispatchedTokens:
-    """Tokens that have arrived at the experts of this rank.
+    """Tokens received by the experts of this rank.
 
     Attributes:
         rows: [rows, features], sorted by expert: `RowCodes`, FP8 codes with the scale of each row.
@@ -46,7 +46,7 @@ class DispatchedTokens:
 
     @disable_compiler
     def combine(self, y: torch.Tensor) -> torch.Tensor:
-        """Return what the experts made of each token of this rank.
+        """Return the expert outputs for each token of this rank.
 
         Collective: all ranks of the group call this, and its backward.
 
@@ -64,7 +64,10 @@ class DispatchedTokens:
 
     @disable_compiler
     def combine_sorted(self, y: torch.Tensor) -> torch.Tensor:
-        """Return `combine` as [tokens * k, out_features] in the order of `order`, for dispatchers that weight there."""
+        """Return `combine` as [tokens * k, out_features] in the order of `order`.
+
+        For dispatchers that apply weights there.
+        """
         if y.ndim != 2 or len(y) != len(self.rows):
             raise Fp8Error(f"combine expects [{len(self.rows)}, out_features], got {tuple(y.shape)}.")
         return FromExperts.apply(y, self.route, self.grad_cast)
@@ -76,10 +79,10 @@ def dispatch_tokens(
 ) -> DispatchedTokens:
     """Send tokens to the ranks of their experts as FP8 codes.
 
-    Each token is cast once, before it is copied for its experts, and the experts multiply the codes that arrive: the
-    outputs equal those of an all-to-all of high-precision rows, bit for bit. The gradients of outputs are sent as codes
-    too: gradients equal those of an all-to-all of rows that the same cast has rounded. The gradient of the weights is
-    defined on the columns of the decoded rows.
+    Each token is cast once, before it is copied for its experts, and the experts multiply the received codes: the
+    outputs equal an all-to-all of high-precision rows, bit for bit. The gradients of outputs are sent as codes too:
+    gradients equal an all-to-all of rows rounded by the same cast. The gradient of the weights is defined on the
+    columns of the decoded rows.
 
     Collective: all ranks of the group call this in the same order, also those without tokens.
 
@@ -124,7 +127,7 @@ def dispatch_tokens(
 
 
 def _is_cut_over(weight: Any, group: dist.ProcessGroup) -> bool:
-    """Return whether the stack of all ranks' experts is one tensor, distributed over the group."""
+    """Return whether all experts' stack is one tensor over the group."""
     if not isinstance(weight, DTensor):
         return False
     ranks, mesh = dist.get_process_group_ranks(group), weight.device_mesh
@@ -146,7 +149,10 @@ def _config_of(experts: Any) -> Any:
 
 
 def _checked(x: Any, chosen: Any, total: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the header that the ranks exchange, int64 [total] rows for each expert, and the experts of all slots."""
+    """Return the header for the exchange, and all slots' experts.
+
+    The header has int64 [total] rows for each expert.
+    """
     problem = 0
     if not (isinstance(x, torch.Tensor) and x.ndim == 2 and x.dtype in DTYPES):
         problem = -1

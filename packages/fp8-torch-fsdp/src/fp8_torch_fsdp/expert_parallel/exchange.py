@@ -1,7 +1,7 @@
-"""The all-to-alls of expert parallelism, with their gradients: rows as FP8 codes, and sums in high precision.
+"""Differentiable all-to-alls of expert parallelism: FP8 codes and high-precision sums.
 
-Activations that go to experts, and gradients of what experts returned, are only multiplied there: they are sent as the
-codes that the matmuls would make of them. What is summed afterwards is sent in its own dtype.
+Inputs of experts, and gradients of their outputs, are operands of matmuls: they are sent as the codes
+of these matmuls. Data that is summed afterwards is sent in its own dtype.
 """
 
 import dataclasses
@@ -21,18 +21,18 @@ PROBLEMS = {
     -2: "chosen must be int32 or int64 [tokens, k] on the device of x, with one row for each token",
     -3: "chosen must hold numbers of experts, from 0 to {last}",
 }
-"""What can be wrong on one rank, by the number that the ranks exchange in its place."""
+"""Mistakes of one rank, indexed by the number that ranks exchange."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """Where the rows of all ranks go.
+    """Destinations of all ranks' rows.
 
     Attributes:
         group: The ranks.
         sent: How many rows go to each rank.
         received: How many rows come from each rank.
-        order: int64 [received rows]: which of the rows, as they arrive, stands at each place once sorted by expert.
+        order: int64 [received rows]: the index of the received row at each place once sorted by expert.
         back: int64 [received rows], the inverse.
         counts: int64 [local experts]: the rows of each expert.
     """
@@ -45,7 +45,7 @@ class Route:
     counts: torch.Tensor
 
     def exchange(self, rows: torch.Tensor, *, forth: bool) -> torch.Tensor:
-        """Send rows [n, columns] to the ranks of their experts, or back, and return those that come."""
+        """Send rows [n, columns] to or from experts; return received rows."""
         give, take = (self.sent, self.received) if forth else (self.received, self.sent)
         got = rows.new_empty((sum(take), *rows.shape[1:]))
         dist.all_to_all_single(got, rows.contiguous(), take, give, group=self.group)
@@ -71,7 +71,7 @@ def plan_route(counts: torch.Tensor, header: torch.Tensor, group: dist.ProcessGr
     dist.all_to_all_single(theirs, mine, group=group)
     headers, sent, received = torch.stack([theirs[:, 0], mine[:, 1:].sum(1), theirs[:, 1:].sum(1)]).tolist()
     _check_headers(headers, last=counts.numel() - 1)
-    # rows arrive by rank, then by expert; experts want them by expert, then by rank
+    # rows are received by rank, then by expert; experts need them by expert, then by rank
     local = theirs.shape[1] - 1
     expert = torch.arange(local, device=counts.device).repeat(ranks)
     expert = expert.repeat_interleave(theirs[:, 1:].reshape(-1), output_size=sum(received))
@@ -106,7 +106,10 @@ def inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 class ToExperts(torch.autograd.Function):
-    """The rows of tokens, as codes, where their experts are; gradients come back in their own dtype and are summed."""
+    """Send tokens to their experts as codes; gradients are summed.
+
+    Gradients return in their own dtype.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, route: Route, cast: CastRecipe) -> torch.Tensor:
@@ -136,7 +139,10 @@ class ToExperts(torch.autograd.Function):
 
 
 class FromExperts(torch.autograd.Function):
-    """The rows of experts' outputs where their tokens are, in the order of `ToExperts`; gradients return as codes."""
+    """Return expert outputs to their tokens, in the order of `ToExperts`.
+
+    Gradients are sent as codes.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, route: Route, cast: CastRecipe) -> torch.Tensor:

@@ -1,7 +1,9 @@
-"""torchtitan's all-to-all dispatcher, which then sends rows as FP8 codes. torchtitan is not imported.
+"""torchtitan's all-to-all dispatcher with rows as FP8 codes.
+
+torchtitan is not imported.
 
 The dispatcher of a mixture gets another class, that is also its former one: it calls `dispatch_tokens`, and what
-torchtitan does to the outputs afterwards, weights and sums, stays what it does without expert parallelism.
+torchtitan's further processing of the outputs, weights and sums, does not change.
 """
 
 import dataclasses
@@ -21,7 +23,7 @@ LOCAL = "LocalTokenDispatcher"
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SentTokens:
-    """What `combine` of a dispatcher has to know, under torchtitan's names.
+    """Metadata for a dispatcher's `combine`, under torchtitan's names.
 
     Attributes:
         tokens: The tokens of all ranks at this rank's experts.
@@ -35,13 +37,16 @@ class SentTokens:
 
 
 class CodesDispatcher:
-    """A dispatcher of torchtitan that sends rows as codes where there are ranks to send them to."""
+    """torchtitan dispatcher that sends rows as codes to other ranks."""
 
     ep_mesh: Any
     experts: Float8Experts
 
     def dispatch(self, x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, counts: torch.Tensor) -> tuple:
-        """Return the rows of this rank's experts, how many each has, and what `combine` needs; see torchtitan."""
+        """Return rows, counts and `combine` metadata of this rank's experts.
+
+        See torchtitan.
+        """
         if self.ep_mesh is None:
             return super().dispatch(x, scores, chosen, counts)  # pyrefly: ignore[missing-attribute]
         tokens = dispatch_tokens(x, chosen, self.experts, self.ep_mesh)
@@ -57,7 +62,7 @@ class CodesDispatcher:
 
 
 def dispatch_in_codes(model: nn.Module) -> nn.Module:
-    """Let the mixtures of a converted torchtitan model send tokens to experts as FP8 codes, in place.
+    """Make torchtitan's mixtures send tokens to experts as FP8 codes, in place.
 
     `Float8Converter.Config(dispatch_in_codes=True)` does it for models that torchtitan builds.
 
@@ -65,8 +70,8 @@ def dispatch_in_codes(model: nn.Module) -> nn.Module:
         `model`.
 
     Raises:
-        Fp8Error: If the model has no all-to-all dispatcher, or one beside experts that are not in FP8 or whose recipe
-            cannot take rows as codes. Dispatchers of DeepEP and others stay as they are.
+        Fp8Error: If the model has no all-to-all dispatcher, or a dispatcher for experts that are not in FP8 or whose
+            recipe does not support rows as codes. Dispatchers of DeepEP and others are not changed.
     """
     found = False
     for name, module in model.named_modules():

@@ -1,1 +1,4 @@
-"""Adapters for training frameworks, one module each. Each needs its framework; nothing else imports them."""
+"""Adapters for training frameworks, one module each.
+
+Each needs its framework; no other module imports them.
+"""

@@ -22,14 +22,16 @@ STATE_KEY = "fp8_delayed_scales"
 
 
 class Float8Callback(Callback):
-    """Logs statistics of FP8 layers, see `Float8Log`, and keeps the state of delayed scaling in each checkpoint.
+    """Logs statistics and saves delayed-scaling state in checkpoints.
+
+    See `Float8Log`.
 
     Pass it to `Trainer(callbacks=[Float8Callback()])`. A run with delayed scaling that resumes from a checkpoint equals
     an uninterrupted one; other recipes have no state to keep.
 
     Args:
         path: The file or the folder; `default_root_dir` of the Trainer by default.
-        every: How many optimizer steps apart.
+        every: Number of optimizer steps between entries.
         scalars: Called on the first rank with all numbers by name and the step, as `wandb.log` is.
     """
 

@@ -31,26 +31,28 @@ except ImportError as error:
 
 
 class ProtocolScale(DelayedScale, Module):
-    """A `DelayedScale` that is a torchtitan `Module`, as torchtitan wants each part of its models to be."""
+    """`DelayedScale` as a torchtitan `Module`, which torchtitan requires."""
 
 
 class Float8Converter(QuantizationConverter):
-    """Makes the linear layers of a torchtitan model FP8 layers; pass its Config in `converters=[...]`.
+    """Converts the linear layers of a torchtitan model to FP8.
+
+    Pass its Config in `converters=[...]`.
 
     Weights are gathered in FP8 by FSDP2 and HSDP. Under torchtitan's tensor parallelism with `spmd_backend`
-    "partial_dtensor" layers compute as their weights are cut, with one amax over the mesh; activations travel as
-    torchtitan sends them.
+    "partial_dtensor" layers follow the sharding of their weights, with one amax over the mesh; torchtitan communicates
+    the activations.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        """What to convert.
+        """Settings of the conversion.
 
         Attributes:
             recipe: Name of a recipe, see `Float8LinearConfig.from_recipe_name`.
             fp8: A configuration instead of a recipe.
             filter_fqns: Parts of names of layers that stay in high precision.
-            skip_small: Also leave out layers that `auto_filter_for_recipe` takes for too small or odd-sized.
+            skip_small: Whether to exclude layers that `auto_filter_for_recipe` considers too small or odd-sized.
             dispatch_in_codes: Send tokens to experts on other ranks as FP8 codes, see `dispatch_tokens`; with recipe
                 "rowwise" and torchtitan's all-to-all dispatcher.
         """
@@ -71,7 +73,7 @@ class Float8Converter(QuantizationConverter):
         Args:
             model_config: The configuration of a model, a `Module.Config`.
         """
-        # Taken over one by one: the configuration keeps its values and gets a class with another `build`.
+        # Copy the fields one by one into a subclass that overrides `build`.
         fields = {f.name: getattr(model_config, f.name) for f in dataclasses.fields(model_config) if f.init}
         return _converting(type(model_config))(**fields, fp8_converter=self)
 
@@ -97,7 +99,7 @@ class Float8Converter(QuantizationConverter):
 
 @cache
 def _converting(config_class: type) -> type:
-    """Return a configuration class that builds what `config_class` builds, and converts it."""
+    """Return a configuration class that builds and converts `config_class`'s module."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Converting(config_class):

@@ -25,7 +25,9 @@ STATE_FILE = "fp8_delayed_scales.pt"
 
 
 class Float8Callback(TrainerCallback):
-    """Logs statistics of FP8 layers, see `Float8Log`, and keeps the state of delayed scaling in each checkpoint.
+    """Logs statistics and saves delayed-scaling state in checkpoints.
+
+    See `Float8Log`.
 
     Pass it to `Trainer(..., callbacks=[Float8Callback()])`. A run with delayed scaling that resumes from
     `output_dir/checkpoint-N` equals an uninterrupted one; other recipes have no state to keep. A checkpoint gets one
@@ -33,7 +35,7 @@ class Float8Callback(TrainerCallback):
 
     Args:
         path: The file or the folder; `output_dir` of the `TrainingArguments` by default.
-        every: How many steps apart.
+        every: Number of steps between entries.
         scalars: Called on the first rank with all numbers by name and the step, as `wandb.log` is.
     """
 
@@ -44,7 +46,10 @@ class Float8Callback(TrainerCallback):
         self._log: Float8Log | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **rest: Any) -> None:
-        """Load the state of the checkpoint of this step; begin with the model as the Trainer has sharded it."""
+        """Load this step's checkpointed state; attach the log to the model.
+
+        The Trainer has sharded the model by then.
+        """
         if (file := _state_file(args, state)).is_file():
             scales = torch.load(file, weights_only=True)  # noqa: TID251 tensors alone
             DelayedState(model).load_state_dict(scales)
@@ -57,7 +62,7 @@ class Float8Callback(TrainerCallback):
             self._log.step(state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, *, model: Any, **rest: Any) -> None:
-        """Write the state beside the checkpoint."""
+        """Save the state next to the checkpoint."""
         scales = DelayedState(model).state_dict()  # on all ranks
         if args.should_save and scales:
             torch.save(scales, _state_file(args, state))

@@ -1,4 +1,4 @@
-"""An implementation of Transformers' expert parallelism that sends tokens to experts as FP8 codes.
+"""Transformers' expert parallelism with tokens sent as FP8 codes.
 
 Transformers builds it before it shards the model with FSDP2 and loads the weights, so it converts the experts itself.
 """
@@ -25,7 +25,7 @@ except ImportError as error:
 
 
 def register_fp8_dispatch(name: str = "fp8", *, recipe: str | Recipe | Mapping[str, Any] = "rowwise") -> None:
-    """Make FP8 experts and dispatch in codes an implementation of Transformers' expert parallelism.
+    """Register FP8 dispatch as an implementation of Transformers' expert parallelism.
 
     Call it on all ranks before the model is loaded.
 
@@ -35,12 +35,12 @@ def register_fp8_dispatch(name: str = "fp8", *, recipe: str | Recipe | Mapping[s
         >>> model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
 
     Args:
-        name: What `DistributedConfig.ep_implementation` calls it.
+        name: The implementation's name in `DistributedConfig.ep_implementation`.
         recipe: How the experts compute. FSDP2 gathers their weights in high precision, because Transformers loads
             weights into parameters that are sharded already.
 
     Raises:
-        Fp8Error: If rows cannot arrive as codes with this recipe.
+        Fp8Error: If the recipe does not support rows as codes.
     """
     config = Float8LinearConfig(recipe=recipe, all_gather=False)  # pyrefly: ignore[bad-argument-type]
     config.check_row_codes(name)
@@ -56,7 +56,7 @@ class CodesEP(EPImplementation):
         """Convert the experts.
 
         Raises:
-            Fp8UnsupportedError: If tensor parallelism lets several ranks hold the same tokens.
+            Fp8UnsupportedError: If several ranks hold the same tokens under tensor parallelism.
         """
         if tp_mesh.size() > 1:
             raise Fp8UnsupportedError(

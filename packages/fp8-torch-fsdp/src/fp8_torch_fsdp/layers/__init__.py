@@ -1,1 +1,1 @@
-"""FP8 layers: what a module becomes when it is converted."""
+"""FP8 layers: the classes of converted modules."""

@@ -1,4 +1,4 @@
-"""`Float8Experts`: stacks of weights that rows in groups are multiplied by, in FP8."""
+"""`Float8Experts`: stacks of expert weights with grouped FP8 matmuls."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +12,10 @@ from fp8_torch_fsdp.layers.module import Float8Module
 
 
 class Float8Experts(Float8Module):
-    """Experts whose matmuls run in FP8: each expert as if it were a `Float8Linear` of its own.
+    """Experts with FP8 matmuls, each like a separate `Float8Linear`.
 
-    Made by `convert_to_float8_training`; of the module's class, it is an instance too. Under FSDP2 the weights arrive
-    as FP8 codes, which the matmuls take as they are. Parameters, gradients and state dicts are those of the module.
+    Made by `convert_to_float8_training`, as a subclass of the module's class. Under FSDP2 the weights are gathered as
+    FP8 codes, which the matmuls use directly. The module keeps its parameters, gradients and state dicts.
     """
 
     def expert_matmul(self, name: str, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -32,15 +32,15 @@ class Float8Experts(Float8Module):
 
         Raises:
             Fp8Error: Shapes or offsets do not fit, the layout has no such weight, or it is distributed and not
-                gathered. What offsets hold is looked at on a CPU; elsewhere those that do not fit give NaN.
+                gathered. Offsets are validated on a CPU; on other devices invalid offsets give NaN.
         """
-        weight: Any = getattr(self, name, None)  # `fp8_matmul` says which names there are
+        weight: Any = getattr(self, name, None)  # `fp8_matmul` raises for unknown names
         return self.fp8_matmul(name, x, weight, offsets)
 
     def grouped_swiglu(
         self, up: str | tuple[str, str], down: str, x: torch.Tensor, offsets: torch.Tensor
     ) -> torch.Tensor:
-        """Return down(silu(gate) * up) of each row, with the weights of its expert.
+        """Return down(silu(gate) * up) of each row with its expert's weights.
 
         With the recipe "rowwise" and bfloat16 inputs it is one function between whose matmuls are FP8 codes alone; with
         others it is `expert_matmul`, `torch.nn.functional.silu` and `expert_matmul`.
@@ -65,7 +65,7 @@ class Float8Experts(Float8Module):
     def gated_mlp(
         self, names: Sequence[str], x: torch.Tensor, weights: Sequence[torch.Tensor], offsets: torch.Tensor
     ) -> torch.Tensor:
-        """Return `grouped_swiglu` with the weights in any state, or this rank's experts of them."""
+        """Return `grouped_swiglu` with weights in any state, or local experts."""
         keep = [self.keeps_codes(name, weight) for name, weight in zip(names, weights, strict=True)]
         matmuls = [self.fp8[name] for name in names]
         x = autocast(x) if isinstance(x, torch.Tensor) else x

@@ -14,8 +14,8 @@ from fp8_torch_fsdp.scales.delayed import DelayedScale
 class Float8Linear(Float8Module, nn.Linear):
     """A linear layer whose three matmuls run in FP8.
 
-    Made by `convert_to_float8_training`. Under FSDP2 its weight arrives as FP8 codes; without, it is cast in the
-    forward. Parameters, gradients and state dicts are those of `nn.Linear`.
+    Made by `convert_to_float8_training`. Under FSDP2 its weight is gathered as FP8 codes; otherwise it is cast in the
+    forward. It has the parameters, gradients and state dicts of `nn.Linear`.
 
     Attributes:
         fp8_input: The state of delayed scaling of the input; None for other scaling.
@@ -29,7 +29,7 @@ class Float8Linear(Float8Module, nn.Linear):
 
     @property
     def config(self) -> Float8LinearConfig:
-        """How to cast and gather."""
+        """Settings of casts and gathers."""
         return self.fp8_config
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ class Float8Linear(Float8Module, nn.Linear):
         return self.distribution.forward(self, input)
 
     def extra_repr(self) -> str:
-        """Show what differs from `nn.Linear`."""
+        """Describe the differences from `nn.Linear`."""
         local = local_of(self.weight)
         # under `fully_shard_traceable` the weight is plain and the codes are the distribution's
         codes = isinstance(local, ShardedFloat8Weight | GatheredWeight) or getattr(self.distribution, "in_fp8", False)

@@ -1,7 +1,7 @@
-"""`Float8Module`: a module whose matmuls with some of its parameters run in FP8, made by changing its class in place.
+"""`Float8Module`: a module with FP8 matmuls, made by changing its class.
 
-What a module exchanges with other ranks is its `ParallelStrategy`, the one way to extend it: FSDP2 needs none, tensor
-parallelism and `fully_shard_traceable` bring their own.
+The communication of a module is its `ParallelStrategy`, the only extension point: FSDP2 needs none, tensor
+parallelism and `fully_shard_traceable` define their own.
 """
 
 import copy
@@ -37,10 +37,10 @@ OPERANDS = ("input", "weight", "grad_output")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WeightLayout:
-    """Where a module keeps its weights, and how it computes.
+    """Weights of a module, and its forward.
 
     Attributes:
-        forward: Called with the converted module and the inputs of its forward; returns what that returns.
+        forward: Called with the converted module and the inputs of its forward; returns the forward's outputs.
         weights: The names of the parameters, [..., out_features, in_features].
         transposed: They are [..., in_features, out_features] instead.
         stacked: They are stacks, [experts, ...].
@@ -56,17 +56,17 @@ class WeightLayout:
 
 
 class ParallelStrategy:
-    """How a module works with its parameters: by default it has them whole when it computes.
+    """Parameter handling of a module: by default, whole parameters during compute.
 
     Under FSDP2 too, which gathers before the forward and before the backward.
     """
 
     gather: Gather | None = None
-    """How a module that holds parts of its weights has the whole ones for each matmul; None where they are at hand."""
+    """Gathers whole weights for each matmul; None if they are available."""
 
     # read-only, because all modules share it
     parts: Mapping[str, Any] = MappingProxyType({})
-    """What `Fp8Weight.whole` has to know about the parts of a weight that other ranks hold."""
+    """Remote parts of a weight, for `Fp8Weight.whole`."""
 
     def forward(self, layer: Any, input: torch.Tensor) -> torch.Tensor:
         """Return the output of a linear layer for `input`; see `Float8Linear.forward`."""
@@ -96,10 +96,10 @@ class WeightMatmul:
         layout: As given.
         scales: As given.
         weight: How the weight is scaled; layers that share one share this.
-        parts: What `Fp8Weight.whole` has to know about parts that other ranks hold.
+        parts: Remote parts, for `Fp8Weight.whole`.
         kept: The launches of casts of the weight, decided once.
         casts_alone: Whether it may be cast both ways by launches that are decided once.
-        spec: What `fp8_linear` has to know.
+        spec: Static settings of `fp8_linear`.
         rows_per_expert: Of the last eager forward of a stack of weights, on average; None before.
     """
 
@@ -125,7 +125,7 @@ class WeightMatmul:
         self._unwatched = self.spec
 
     def __deepcopy__(self, memo: dict) -> "WeightMatmul":
-        """Copy with the scales of the copied module; a monitor stays with the first."""
+        """Copy with the copied module's scales; a monitor is not copied."""
         scales = {name: copy.deepcopy(scale, memo) for name, scale in self.scales.items()}
         twin = WeightMatmul(self.config, self.layout, scales, self.spec.name)
         twin.weight = copy.deepcopy(self.weight, memo)
@@ -134,8 +134,11 @@ class WeightMatmul:
         return twin
 
     def watch(self, watcher: Callable[[str, torch.Tensor, Quantized], None] | None) -> None:
-        """Call `watcher` with operand name, matrix and its FP8 form, as a `Float8Monitor` wants; None ends it."""
-        # Without a watcher it is the object of before, for which compiled code was made.
+        """Call `watcher` with each operand's name, matrix and FP8 form.
+
+        `Float8Monitor` uses it; None ends it.
+        """
+        # Without a watcher return the previous object, which compiled code uses.
         self.spec = self._unwatched if watcher is None else dataclasses.replace(self._unwatched, watch=watcher)
 
     def distribute(self, distribution: "ParallelStrategy") -> None:
@@ -145,7 +148,9 @@ class WeightMatmul:
         self.watch(self.spec.watch)
 
     def weight_operand(self, weight: torch.Tensor, record: bool, both: bool) -> Quantized:
-        """Return the weight as an operand [..., out_features, in_features]: as gathered, or cast now.
+        """Return the weight as an operand [..., out_features, in_features].
+
+        Gathered codes are used directly; other weights are cast now.
 
         Args:
             weight: In any state.
@@ -173,8 +178,11 @@ class WeightMatmul:
         return self.weight.whole(plain, record=record, both=both, **self.parts)
 
     def _held(self, weight: torch.Tensor, plain: torch.Tensor, record: bool) -> Quantized:
-        """Return the codes that are held of a weight that stands, both ways; cast now if it is another or changed."""
-        # operators on a wrapper do not move the version of what it wraps
+        """Return kept codes of an unchanged weight, in both layouts.
+
+        Another or a changed weight is cast now.
+        """
+        # operators on a wrapper do not change the version of the wrapped tensor
         writes = weight.fp8_weight.writes if isinstance(weight, ShardedFloat8Weight) else 0
         key = plain.data_ptr(), plain.shape, version_of(plain), writes
         held = self.weight.held
@@ -184,7 +192,7 @@ class WeightMatmul:
         return held[1]
 
     def _cast_of(self, plain: torch.Tensor) -> KeptCast | None:
-        """Return the launches of a cast both ways, decided once for a shape, dtype and device."""
+        """Return the planned cast in both layouts, for shape, dtype and device."""
         key = plain.shape, plain.dtype, plain.device, type(plain)
         if key not in self.kept:
             self.kept.keep(key, kept_cast(plain, plain.shape, self.config.weight, same_codes=True))
@@ -194,14 +202,14 @@ class WeightMatmul:
 class Float8Module(nn.Module):
     """A module whose matmuls with some of its parameters run in FP8.
 
-    Of the module's class, it is an instance too. Under FSDP2 the weights arrive as FP8 codes, which the matmuls take as
-    they are. Parameters, gradients, hooks and state dicts are those of the module.
+    It is a subclass of the module's class. Under FSDP2 the weights are gathered as FP8 codes, which the matmuls use
+    directly. The module keeps its parameters, gradients, hooks and state dicts.
 
     Attributes:
         fp8: The matmuls of each weight, by its name.
         fp8_config: How to cast and gather.
         fp8_layout: Where the weights are, and the forward.
-        distribution: What the module exchanges with other ranks.
+        distribution: Communication of the module with other ranks.
     """
 
     fp8: dict[str, WeightMatmul]
@@ -210,19 +218,21 @@ class Float8Module(nn.Module):
     distribution: ParallelStrategy
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Return what the forward of the original class returns for these inputs, with matmuls in FP8."""
+        """Return the original class's forward with FP8 matmuls."""
         return self.fp8_layout.forward(self, *inputs, **options)
 
     @property
     def records(self) -> bool:
-        """Whether a forward now is one that delayed scaling observes."""
+        """True if delayed scaling observes a forward that runs now."""
         # An evaluation must not move the scales of training.
         return self.training and torch.is_grad_enabled()
 
     def fp8_matmul(
         self, name: str, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return x @ weight.T in FP8; of rows in groups, with offsets, with the weight of each row's group.
+        """Return x @ weight.T in FP8.
+
+        Rows in groups, given by offsets, use the weight of their group.
 
         Args:
             name: The weight's name.
@@ -241,7 +251,7 @@ class Float8Module(nn.Module):
         return y
 
     def keeps_codes(self, name: str, weight: torch.Tensor) -> bool:
-        """Return whether a backward takes the codes of the forward, of a weight in any state.
+        """Return whether a backward reuses the forward's codes of a weight.
 
         Raises:
             Fp8Error: The layout has no such weight, or it is distributed and not gathered.
@@ -255,17 +265,17 @@ class Float8Module(nn.Module):
                 "Float8ColwiseParallel and Float8RowwiseParallel."
             )
         if torch.compiler.is_compiling():
-            # Compilers keep what they cast themselves where it pays. Launches they would repeat in the backward.
+            # Compilers keep casts that they generate if that pays. They would repeat launches in the backward.
             cast = self.fp8_config.weight
             launched = cast.scaling != "static"
             return launched and not isinstance(weight, GatheredWeight) and self.distribution.gather is None
         if self.fp8_config.all_gather or self.fp8[name].scales:
             refuse_fsdp1(weight)
-        # Such a weight is at hand without a gather, so nobody frees its codes.
+        # Such a weight is available without a gather, so its codes are never freed.
         return isinstance(weight, ShardedFloat8Weight)
 
     def distribute(self, distribution: ParallelStrategy) -> None:
-        """Let the module exchange with other ranks what `distribution` says."""
+        """Set the communication strategy of the module."""
         self.distribution = distribution
         for matmul in self.fp8.values():
             matmul.distribute(distribution)
@@ -278,7 +288,7 @@ class Float8Module(nn.Module):
 
 
 _ADDED = ("fp8", "fp8_config", "fp8_layout", "distribution")
-"""What a converted module has more than before, besides delayed scales."""
+"""Attributes that a converted module adds, besides delayed scales."""
 
 
 def to_fp8(module: Any, cls: type[Float8Module], layout: WeightLayout, config: Float8LinearConfig) -> None:
@@ -286,7 +296,7 @@ def to_fp8(module: Any, cls: type[Float8Module], layout: WeightLayout, config: F
 
     Args:
         module: It has the parameters that the layout names.
-        cls: What it becomes, besides what it is.
+        cls: Additional base class of the converted module.
         layout: How the weights lie, and the forward.
         config: How to cast and gather.
 
@@ -319,7 +329,7 @@ def to_fp8(module: Any, cls: type[Float8Module], layout: WeightLayout, config: F
 
 
 def to_original(module: Any) -> None:
-    """Undo `to_fp8`; the weights stay what they are."""
+    """Undo `to_fp8` without changing the weights."""
     after = type(module)
     for name in module.fp8:
         for operand in OPERANDS:
@@ -332,7 +342,7 @@ def to_original(module: Any) -> None:
 
 
 def scale_name(module: nn.Module, operand: str, weight: str) -> str:
-    """Return the attribute of a module that holds the delayed scale of an operand."""
+    """Return the attribute name of an operand's delayed scale."""
     return f"fp8_{operand}" if isinstance(module, nn.Linear) else f"fp8_{operand}_{weight}"
 
 
@@ -349,7 +359,7 @@ def with_bias(output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 @cache
 def _fp8_class(cls: type[Float8Module], original: type[nn.Module]) -> type[Float8Module]:
-    """Return `cls`, or a class that is also an `original`, for what users' classes add."""
+    """Return `cls`, or a subclass of `cls` and a user's class."""
     # The same class for all modules of a kind (cached): type checks and compiled code then see one.
     if issubclass(cls, original):
         return cls
@@ -359,7 +369,10 @@ def _fp8_class(cls: type[Float8Module], original: type[nn.Module]) -> type[Float
 def _delayed(
     cast: CastRecipe, config: Float8LinearConfig, operand: str, weight: torch.Tensor, *, stacked: bool
 ) -> DelayedScale | None:
-    """Return the state of delayed scaling of an operand, of each expert of a stack; None for other scaling."""
+    """Return an operand's delayed-scaling state, None for other scaling.
+
+    A stack has one scale per expert.
+    """
     if cast.scaling != "delayed":
         return None
     return DelayedScale(

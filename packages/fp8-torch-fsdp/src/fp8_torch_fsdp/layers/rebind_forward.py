@@ -1,7 +1,7 @@
-"""Forwards that a framework has put around that of one module: they follow the module when its class changes.
+"""Rebind instance-level forward wrappers when a module's class changes.
 
-Transformers, torchtitan and Accelerate set `layer.forward` to a function that calls the forward of before, which is
-bound to the layer. Without this a converted layer would go on computing in high precision.
+Transformers, torchtitan and Accelerate set `layer.forward` to a function that calls the previous forward, which is
+bound to the layer. Without rebinding, a converted layer would continue to compute in high precision.
 """
 
 import functools
@@ -12,19 +12,22 @@ from torch import nn
 
 
 def rebind(module: nn.Module, before: type) -> None:
-    """Let bound forwards of the class `before`, in attributes of `module`, be those of the class that it has now."""
+    """Rebind forwards of class `before` in `module`'s attributes to its class."""
     for name, value in list(vars(module).items()):
         if _holds_method(value, module, set()):
             vars(module)[name] = _rebound(value, module, before, set())
 
 
 def is_wrapped_around(module: nn.Module) -> bool:
-    """Return whether what was set as the forward of `module` calls that of its class, as far as can be seen."""
+    """Return whether a forward set on `module` calls its class's forward.
+
+    As far as closures and wrappers show it.
+    """
     return any(_holds_method(value, module, set()) for value in vars(module).values())
 
 
 def _rebound(value: Any, module: nn.Module, before: type, seen: set[int]) -> Any:
-    """Return a value with bound forwards exchanged; closures are changed where they are."""
+    """Return a value with bound forwards replaced; closures change in place."""
     if isinstance(value, MethodType) and value.__self__ is module and value.__func__ is before.forward:
         return MethodType(type(module).forward, module)
     if isinstance(value, functools.partial):
@@ -46,7 +49,7 @@ def _holds_method(value: Any, module: nn.Module, seen: set[int]) -> bool:
 
 
 def _cells(value: Any, seen: set[int]) -> list[Any]:
-    """Return the filled closure cells of a function that was not seen before."""
+    """Return the filled closure cells of a function not visited before."""
     if not isinstance(value, FunctionType) or id(value) in seen:
         return []
     seen.add(id(value))

@@ -1,1 +1,1 @@
-"""Scales: how ranks agree on those of weights, and those that come from earlier steps."""
+"""Scales of weights and of earlier steps, and agreement between ranks."""

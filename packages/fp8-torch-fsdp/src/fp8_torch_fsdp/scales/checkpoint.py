@@ -1,4 +1,4 @@
-"""`DelayedState`: the state of delayed scaling in checkpoints, beside those of the model and of the optimizer."""
+"""`DelayedState`: delayed-scaling state for checkpoints."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from fp8_torch_fsdp.scales.sync import synchronize_all
 
 
 class DelayedState:
-    """The state of delayed scaling of a model; a `Stateful` for torch.distributed.checkpoint, like an optimizer.
+    """State of a model's delayed scaling; a `Stateful`, like an optimizer.
 
         dcp.save({"model": ..., "optimizer": ..., "delayed": DelayedState(model)}, checkpoint_id=folder)
 
@@ -23,12 +23,12 @@ class DelayedState:
         self._model = model
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the state, by the names of the model's modules: five tensors for each delayed scale.
+        """Return five tensors for each delayed scale, by module name.
 
         `scale` and `history` are float32 [...] and [..., window], `ready` and `late` bool, `observed` int32 bits, where
         [...] is [experts] for stacks, else [].
 
-        Every rank calls it: the ranks first combine what they have observed, so that the state is exact after a step
+        Every rank calls it: the ranks first combine their observations, so that the state is exact after a step
         and between a backward and its step.
         """
         synchronize_all(self._model, roll=False)
@@ -38,10 +38,12 @@ class DelayedState:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
-        """Take over what `state_dict` returned, on any number of ranks; scales that are not in it start anew.
+        """Load `state_dict` on any number of ranks.
+
+        Scales that are not in it are re-initialized.
 
         Raises:
-            RuntimeError: A tensor has another shape: that of another window or number of experts.
+            RuntimeError: A tensor has another shape, from another window or number of experts.
         """
         for name, scale in self._scales():
             scale.reset_parameters()

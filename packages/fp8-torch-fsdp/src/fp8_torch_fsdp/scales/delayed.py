@@ -1,9 +1,9 @@
-"""`DelayedScale`: delayed scaling of one operand, in plain buffers that are read without a Python branch.
+"""`DelayedScale`: delayed scaling of one operand, in buffers without Python branches.
 
-Within a step every use of an operand records its amax (a maximum, so recomputation counts once). The ranks combine what
-they recorded, and once per optimizer step the histories roll and give the next scales (`scales.sync`).
+Within a step every use of an operand records its amax (a maximum, so recomputation counts once). The ranks combine
+their records, and once per optimizer step the histories roll and give the next scales (`scales.sync`).
 
-Nothing here asks who wrote to a weight: its scale is used while it fits the amax of now.
+Writes to a weight are not tracked: its scale is reused while it still fits the current amax.
 """
 
 import itertools
@@ -28,7 +28,7 @@ _DTYPES = (torch.float32, torch.float32, torch.bool, torch.int32, torch.bool)
 
 
 class DelayedScale(nn.Module):
-    """The scale of one operand under delayed scaling, or those of an operand of each of `count` experts.
+    """Delayed scale of one operand, or of `count` experts' operands.
 
     Experts have a leading dimension in every buffer and in every amax: [count] is a scalar below. The buffers are no
     part of the model's state dict; `DelayedState` saves them.
@@ -38,8 +38,8 @@ class DelayedScale(nn.Module):
         initial: "dynamic" takes the scale of the first step from the operand itself; "one" starts with 1.0.
         device: Where the buffers are.
         count: The number of experts; None for one operand.
-        weight: The operand is a weight, whose amax is known in every forward: with `initial="dynamic"` its scale is the
-            dynamic one wherever that of earlier steps clips more than the format rounds, or leaves half of the range
+        weight: Whether the operand is a weight, whose amax is known in every forward: with `initial="dynamic"` its
+            scale is the dynamic one if the delayed scale clips more than the format rounds, or leaves half of the range
             unused.
 
     Attributes:
@@ -48,7 +48,7 @@ class DelayedScale(nn.Module):
         history: float32 [window]; slot 0 is the newest.
         ready: bool scalar, whether `scale` comes from an observation that is not 0.
         observed: int32 scalar, bits of the largest finite amax since the last roll, or UNOBSERVED.
-        late: bool scalar, whether an optimizer step came before the synchronization of what was observed.
+        late: bool scalar, whether an optimizer step preceded the synchronization of the observations.
         sync: The `ScaleSync` that rolls it; None before any has taken it.
         settled: Whether the host knows that it is ready.
         lacks_state: Whether weights were loaded into its model while it had observed nothing.
@@ -96,12 +96,15 @@ class DelayedScale(nn.Module):
             getattr(self, name).fill_(value)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Notice that weights are loaded; `DelayedState`, and no state dict of a model, has the buffers."""
+        """Record that weights are loaded.
+
+        The buffers are in `DelayedState`, not in the model's state dict.
+        """
         self.lacks_state = self.history.is_meta or not bool(self.history.any())
         super()._load_from_state_dict(*args)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle without the sync, which belongs to one model in one process."""
+        """Copy and pickle without the sync of this model and process."""
         return {**self.__dict__, "sync": None}
 
     @property
@@ -110,7 +113,10 @@ class DelayedScale(nn.Module):
         return self.shape[0] if self.shape else 1
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "DelayedScale":
-        """Move, but keep the dtypes under `model.to(dtype)`, and start anew where buffers leave the meta device."""
+        """Move buffers, keeping their dtypes; re-initialize after the meta device.
+
+        `model.to(dtype)` does not change them.
+        """
         was_meta = self.scale.is_meta
 
         def move(buffer: torch.Tensor) -> torch.Tensor:
@@ -125,18 +131,23 @@ class DelayedScale(nn.Module):
 
     @property
     def always_ready(self) -> bool:
-        """Whether the scale is known before the operand is: cast and amax are one pass."""
+        """True if the scale precedes the operand: one pass casts and observes."""
         if self.initial != "dynamic":
             return True
-        # Compiled code must not depend on what the host learns after the first steps: it would be compiled again.
+        # Compiled code must not depend on host state from the first steps: it would be compiled again.
         return not torch.compiler.is_compiling() and self.settled and not self.must_fit
 
     def usable(self, dynamic: torch.Tensor) -> torch.Tensor:
-        """Return whether `scale` is the one to use where the operand's own amax would give float32 `dynamic`."""
+        """Return whether `scale` is used where amax would give `dynamic`.
+
+        Both are float32.
+        """
         return delayed.fitting(self.ready, self.scale, dynamic, self.cast.fp8_format) if self.must_fit else self.ready
 
     def current(self, amax: torch.Tensor, record: bool, present: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the scale to use now for an operand of float32 scalar `amax`, and record it if asked to.
+        """Return the scale for an operand of `amax`, and optionally record it.
+
+        `amax` is a float32 scalar.
 
         Args:
             amax: That of the operand.
@@ -144,7 +155,7 @@ class DelayedScale(nn.Module):
             present: Bool [count], which experts have an operand at all; None for every one.
 
         Raises:
-            RuntimeError: An optimizer step came after the last observation and nobody synchronized; on a GPU the scale
+            RuntimeError: An optimizer step came after the last observation without synchronization; on a GPU the scale
                 is NaN then.
         """
         scale = self.scale
@@ -164,13 +175,16 @@ class DelayedScale(nn.Module):
         return torch.where(self.usable(dynamic), scale, dynamic)
 
     def flagged(self, amax: torch.Tensor, record: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Record float32 scalar `amax`, if asked to; return the scale, whether it is ready, and whether it is late."""
+        """Optionally record float32 scalar `amax`; return scale, ready, and late."""
         if record:
             self.observe(amax)
         return self.scale, self.ready, self.late if self._must_be_synchronized(record) else None
 
     def pointers(self, record: bool) -> dict[str, torch.Tensor]:
-        """Return what kernels read and, with `record`, write, by the names of their arguments."""
+        """Return the buffers that kernels read and write, by argument name.
+
+        They are written with `record` only.
+        """
         own: Any = self._buffers  # attributes of modules cost the host a function each
         known = self.initial != "dynamic" or (self.settled and not self.must_fit)
         given = {"scale_ptr": own["scale"]} if known else {"delayed_ptr": own["scale"], "ready_ptr": own["ready"]}
@@ -182,12 +196,15 @@ class DelayedScale(nn.Module):
 
     @staticmethod
     def _must_be_synchronized(record: bool) -> bool:
-        # A backward belongs to a forward that was synchronized, whatever was stepped since.
+        # A backward belongs to a synchronized forward, regardless of later steps.
         return record and (torch.compiler.is_compiling() or not in_backward())
 
     @torch.no_grad()
     def observe(self, amax: torch.Tensor, present: torch.Tensor | None = None) -> None:
-        """Record a float32 scalar amax; infinite and NaN ones, and those of experts not `present`, are not recorded."""
+        """Record a float32 scalar amax.
+
+        Infinite and NaN ones, and experts not `present`, are not recorded.
+        """
         bits = delayed.observed_bits(amax)
         if present is not None:
             bits = torch.where(present, bits, UNOBSERVED)
@@ -200,12 +217,18 @@ class DelayedScale(nn.Module):
 
 
 def delayed_scales(model: nn.Module) -> list[DelayedScale]:
-    """Return every `DelayedScale` under `model`, in module order: the same on all ranks."""
+    """Return every `DelayedScale` under `model`, in module order.
+
+    The order is the same on all ranks.
+    """
     return [module for module in model.modules() if isinstance(module, DelayedScale)]
 
 
 def settle(scales: Sequence[DelayedScale]) -> bool:
-    """Note on the host which scales are ready, waiting for their device once; return whether all are."""
+    """Record on the host which scales are ready; return whether all are.
+
+    It waits for their device once.
+    """
     flags = iter(stacked(scales, "ready").tolist())
     for scale in scales:
         scale.settled = all(list(itertools.islice(flags, scale.count)))
@@ -213,7 +236,7 @@ def settle(scales: Sequence[DelayedScale]) -> bool:
 
 
 def tell_of_new_windows(scales: Sequence[DelayedScale]) -> None:
-    """Log, once for each load, that weights were loaded without the state of delayed scaling."""
+    """Log once per load that delayed-scaling state is missing."""
     lacking = [scale for scale in scales if scale.lacks_state]
     for scale in lacking:
         scale.lacks_state = False
@@ -227,17 +250,22 @@ def tell_of_new_windows(scales: Sequence[DelayedScale]) -> None:
 
 @torch.no_grad()
 def observe_bits(scales: Sequence[DelayedScale], bits: Sequence[torch.Tensor]) -> None:
-    """Record the amax of each of `scales`, given by its int32 bits [count]; infinite and NaN ones are not recorded."""
+    """Record the amax of `scales` from int32 bits [count].
+
+    Infinite and NaN ones are not recorded.
+    """
     seen = delayed.observed_bits(torch.cat(list(bits)).view(torch.float32))
     _write(scales, {"observed": torch.maximum(stacked(scales, "observed"), seen)})
 
 
 def in_use(scales: Sequence[DelayedScale], dynamic: torch.Tensor) -> torch.Tensor:
-    """Return the float32 scales [n] to use now of weights whose amax would give `dynamic` [n]; none is recorded.
+    """Return current float32 scales [n] of weights with dynamic scales `dynamic`.
+
+    None is recorded.
 
     Args:
         scales: Those of the weights, all of one rule.
-        dynamic: float32 [n]; n counts scales: those of experts stand beside each other.
+        dynamic: float32 [n]; n counts scales: scales of experts are adjacent.
     """
     ready, scale = stacked(scales, "ready"), stacked(scales, "scale")
     if scales[0].must_fit:
@@ -247,7 +275,7 @@ def in_use(scales: Sequence[DelayedScale], dynamic: torch.Tensor) -> torch.Tenso
 
 @torch.no_grad()
 def mark_late(scales: Sequence[DelayedScale]) -> None:
-    """Note that an optimizer stepped: whatever was observed before belongs to the step that ended."""
+    """Record an optimizer step: earlier observations belong to the finished step."""
     # An optimizer of other parts of the model may step while this layer is still on the meta device.
     present = [scale for scale in scales if not scale._buffers["late"].is_meta]  # pyrefly: ignore[missing-attribute]
     if present:
@@ -256,17 +284,17 @@ def mark_late(scales: Sequence[DelayedScale]) -> None:
 
 @torch.no_grad()
 def roll(scales: Sequence[DelayedScale], observed: torch.Tensor, due: torch.Tensor) -> torch.Tensor:
-    """Take over what the ranks observed; after an optimizer step, roll the histories and make the next scales.
+    """Set combined observations; after an optimizer step, roll histories into scales.
 
     Operands that were not observed keep scale and history.
 
     Args:
         scales: The operands.
-        observed: int32 [n] bits, combined over ranks. n counts scales: those of experts stand beside each other.
+        observed: int32 [n] bits, combined over ranks. n counts scales: scales of experts are adjacent.
         due: bool scalar on the device, combined over ranks: whether a step ended.
 
     Returns:
-        int32 [n], what `observed` of the scales is now.
+        int32 [n], the new `observed` of the scales.
     """
     kept = observed.masked_fill(due, UNOBSERVED)
     for group, bits, after in _by_policy(scales, observed, kept):
@@ -290,7 +318,7 @@ def roll(scales: Sequence[DelayedScale], observed: torch.Tensor, due: torch.Tens
 def _by_policy(
     scales: Sequence[DelayedScale], observed: torch.Tensor, kept: torch.Tensor
 ) -> list[tuple[Sequence[DelayedScale], torch.Tensor, torch.Tensor]]:
-    """Return the scales that share a policy, with their parts of both tensors [n]."""
+    """Return scales grouped by policy, with their parts [n]."""
     policy = scales[0].cast.policy
     if not [scale for scale in scales if scale.cast.policy is not policy]:
         return [(scales, observed, kept)]
@@ -303,11 +331,11 @@ def _by_policy(
 
 @torch.no_grad()
 def restore(scales: Sequence[DelayedScale], observed: torch.Tensor) -> None:
-    """Let scales have observed what they had when `roll` returned `observed`, int32 [n]."""
+    """Restore the observations that `roll` returned, int32 [n]."""
     _write(scales, {"observed": observed})
 
 
-# What follows runs for all scales of a model in every step: lists, and neither functions nor attributes of modules for
+# The following runs for all scales of a model in every step: lists, and neither functions nor attributes of modules for
 # each.
 
 
@@ -317,7 +345,10 @@ def stacked(scales: Sequence[DelayedScale], buffer: str) -> torch.Tensor:
 
 
 def _joined(scales: Sequence[DelayedScale], parts: list[Any]) -> torch.Tensor:
-    """Return [n, ...] of a part for each scale, in the shape of its buffers; one launch however many there are."""
+    """Return a part [n, ...] for each scale, in its buffer's shape.
+
+    One launch for any number of scales.
+    """
     if not [scale for scale in scales if scale.shape]:
         return torch.stack(parts)
     return torch.cat([part if scale.shape else part[None] for scale, part in zip(scales, parts, strict=True)])
@@ -332,8 +363,8 @@ def _parts(scales: Sequence[DelayedScale], rows: torch.Tensor) -> list[torch.Ten
 
 
 def _write(scales: Sequence[DelayedScale], values: dict[str, torch.Tensor]) -> None:
-    """Write each scale's rows of each value into its buffer of that name."""
-    # In place: compiled code and CUDA graphs hold these very buffers. What has one dtype is one launch.
+    """Write each scale's rows of each value into its buffers."""
+    # In place: compiled code and CUDA graphs hold these buffers. One launch writes all values of a dtype.
     for dtype in {rows.dtype: None for rows in values.values()}:
         alike = {name: rows for name, rows in values.items() if rows.dtype is dtype}
         buffers: list[Any] = [scale._buffers[name] for name in alike for scale in scales]

@@ -1,9 +1,9 @@
-"""`Forwards`: a backward multiplies by the codes of its own forward, whatever ran in between.
+"""`Forwards`: each backward multiplies by the codes of its forward.
 
 Mean teachers, evaluations with averaged weights, losses of two forwards: between a forward and its backward weights
-change, or another forward replaces the codes. So each forward keeps what this rank sent of each weight. Hooks on the
-outputs of FSDP modules hold it until their backward has passed. In the backward FSDP2 gathers it, and gathers again
-what it holds of another forward. All ranks run the same backward, and so the same gathers.
+change, or another forward replaces the codes. So each forward keeps this rank's codes of each weight. Hooks on the
+outputs of FSDP modules hold it until their backward has passed. In the backward FSDP2 gathers it, and gathers codes of
+another forward again. All ranks run the same backward, and so the same gathers.
 
 The newest codes are kept in any case. Others live while their graph does: 1 byte per element of a shard.
 """
@@ -18,7 +18,9 @@ from fp8_torch_fsdp.scales.weight import Fp8Weight, Sent
 
 
 class Forward:
-    """What this rank sends of the weights of one forward. It is not changed: a write inside of a forward makes another.
+    """This rank's codes of the weights of one forward.
+
+    Immutable: a write inside of a forward makes another.
 
     Args:
         sent: By weight.
@@ -30,25 +32,34 @@ class Forward:
 
 
 class Pending:
-    """Two hooks at an output of a module: they bring its forward back, and release it when its graph is freed."""
+    """Two hooks at a module output: restore its forward, release it.
+
+    Released when its graph is freed.
+    """
 
     def __init__(self, forwards: "Forwards", forward: Forward) -> None:
         self._forwards = forwards
         self._forward: Forward | None = forward
 
     def begin(self, grad: object) -> None:
-        """Let the gathers from now on be those of the forward; before FSDP2's own hook."""
+        """Gather the forward's codes from now on.
+
+        Runs before FSDP2's own hook.
+        """
         if self._forward is not None:
             self._forwards.enter(self._forward)
 
     def end(self, *grads: object) -> None:
-        """Release the forward; not where only the gradient of the output was asked for, whose node has not run."""
+        """Release the forward.
+
+        Not if only the gradient of the output was requested, whose node has not run.
+        """
         if not fsdp.keeps_graph():
             self._forward = None
 
 
 class Forwards:
-    """The forwards of a root whose backward may still run, and the one whose backward runs.
+    """Forwards of a root that may run backward, and the current one.
 
     Args:
         weights: The weights of the root.
@@ -65,20 +76,26 @@ class Forwards:
         self._pending: list[weakref.ref[Forward]] = []
 
     def begin(self, weights: Iterable[Fp8Weight]) -> None:
-        """Begin a forward that multiplies by weights as they were cast last."""
+        """Begin a forward that multiplies by the last codes."""
         sent: dict[Fp8Weight, Any] = {weight: weight.newest for weight in weights}
         self.current = Forward(sent, fsdp.next_node())
         if not fsdp.in_backward():
             self._entered, self._task = None, -1  # an exception may have left them
 
     def replace(self, weight: Fp8Weight) -> None:
-        """Take what was cast of a weight inside of the forward that runs; what used the weight before keeps the old."""
+        """Replace the codes of a weight inside of the current forward.
+
+        Earlier uses keep the old codes.
+        """
         if self.current is not None:
             newest: Any = weight.newest
             self.current = Forward({**self.current.sent, weight: newest}, self.current.first_node)
 
     def watch(self, output: Any) -> None:
-        """Hold the forward that runs, or that a backward repeats, while the graph behind `output` may run backward."""
+        """Hold the current forward while `output`'s graph may run backward.
+
+        A backward may also repeat the forward.
+        """
         forward = self.find() if fsdp.in_backward() else self.current
         if forward is None:
             return
@@ -87,7 +104,10 @@ class Forwards:
         self._pending = [one for one in self._pending if one() not in (None, forward)] + [weakref.ref(forward)]
 
     def find(self) -> Forward | None:
-        """Return the forward whose backward runs: that of the last hook, else that which made the node that runs."""
+        """Return the forward of the running backward.
+
+        It is the last hook's, else the forward that made the running node.
+        """
         if self._task != -1:
             return self._entered
         node, alive = fsdp.running_node(), [one() for one in self._pending]
@@ -95,7 +115,7 @@ class Forwards:
         return max(made, key=lambda one: one.first_node, default=None)
 
     def enter(self, forward: Forward) -> None:
-        """Gather what `forward` sent from now on, until the backward that runs now has ended."""
+        """Gather the codes of `forward` until the running backward ends."""
         task = fsdp.graph_task()
         if task != self._task:  # of a reentrant checkpoint: inside of another backward
             fsdp.at_end_of_backward(functools.partial(self._leave, self._entered, self._task))
@@ -112,7 +132,7 @@ class Forwards:
                     weight.take(weight.newest)
 
     def _bring_back(self, forward: Forward) -> None:
-        """Gather again what FSDP2 holds, or gathers ahead, of another forward."""
+        """Gather again parameters that FSDP2 holds, or prefetches, of another forward."""
         for weight, sent in forward.sent.items():
             if weight.shard is None:
                 weight.take(sent)
@@ -120,6 +140,6 @@ class Forwards:
                 weight.shard.regather()
 
     def sent_in_backward(self, weight: Fp8Weight) -> Any:
-        """Return what this rank sends of a weight that a backward gathers."""
+        """Return this rank's codes of a weight that a backward gathers."""
         forward = self.find()
         return weight.newest if forward is None else forward.sent.get(weight, weight.newest)

@@ -1,4 +1,4 @@
-"""What becomes of a scale that must not be used any more, where only the device knows that it is stale."""
+"""Invalidate stale scales without a host sync."""
 
 import torch
 
@@ -27,7 +27,9 @@ def nan_if_stale(scale: torch.Tensor, stale: torch.Tensor, message: str) -> torc
 
 
 def poison_codes_if_stale(codes: torch.Tensor, stale: torch.Tensor, fmt: Format) -> None:
-    """Write NaN to the first row of FP8 codes that other ranks will gather, if they were made with a stale scale.
+    """Write NaN to the first row of codes with a stale scale.
+
+    Other ranks gather these codes.
 
     They have the scale that this rank does not use any more.
 

@@ -1,4 +1,4 @@
-"""Hooks of models with delayed scales whose weights FSDP2 does not gather in FP8."""
+"""Hooks of models with delayed scales and no FP8 gathers."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from fp8_torch_fsdp.scales.sync import ScaleSync, sync_of
 
 
 def synchronize_before_forward(model: nn.Module) -> None:
-    """Let `model`, which has delayed scales, synchronize before each of its forwards, if FSDP2's gathers do not."""
+    """Synchronize delayed scales before forwards, unless FSDP2's gathers do it."""
     forget_sync(model)  # more of its layers may have been converted
     ScaleSync.of_module(model)
-    # a function, and no method of a sync: a copy of the model has a sync of its own
+    # a function, not a method of a sync: a copy of the model has another sync
     before: Any = torch.compiler.disable(_before_forward)
     after: Any = torch.compiler.disable(_after_forward)
     before.of_fp8_sync = after.of_fp8_sync = True

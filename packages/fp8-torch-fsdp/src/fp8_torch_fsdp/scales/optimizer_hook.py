@@ -1,4 +1,4 @@
-"""Optimizer steps, seen by hooks for the process that keep nothing between two calls.
+"""Process-wide optimizer-step hooks without state between calls.
 
 They are registered with the first model that needs them. Without state, no closure, nested step, other optimizer,
 thread or exception can confuse them.
@@ -41,13 +41,16 @@ def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
 
 
 def refuse_while_unchanged(model: nn.Module, *, opens: bool) -> None:
-    """Refuse steps of optimizers that hold parameters of a model whose weights stand, from now on or no longer."""
+    """Reject optimizer steps on a model with fixed weights.
+
+    `opens` begins, else ends, the window.
+    """
     (_unchanged.add if opens else _unchanged.discard)(model)
     _register_before()
 
 
 def refuse_gathered(root: nn.Module) -> None:
-    """Refuse steps of optimizers that hold parameters which an FSDP root has only while they are gathered."""
+    """Reject steps of optimizers that hold gathered parameters."""
     _roots.add(root)
     _register_before()
 

@@ -1,4 +1,4 @@
-"""Delayed scaling under `DistributedDataParallel`: its ranks combine what they observed, and share no other state.
+"""Delayed scaling under `DistributedDataParallel`: ranks combine only their observations.
 
 DDP would send the scales and histories of its first rank to all others before each forward, because they are buffers.
 """
@@ -19,12 +19,14 @@ from fp8_torch_fsdp.scales.delayed import BUFFERS, DelayedScale
 def group_of_replicas(
     scales: Sequence[DelayedScale], *, due: bool, before: dist.ProcessGroup | None
 ) -> dist.ProcessGroup | None:
-    """Return the ranks whose DDP calls the model, now or before; keep `scales` out of the broadcasts of that DDP.
+    """Return the DDP ranks of the model; exclude `scales` from broadcasts.
+
+    A DDP that called the model earlier counts, too.
 
     Args:
         scales: All delayed scales of the model.
         due: Whether the windows move in this forward if it has gradients.
-        before: What the last call returned.
+        before: Result of the last call.
 
     Raises:
         Fp8Error: The DDP runs under `join()`, where ranks end one after the other.
@@ -53,7 +55,7 @@ def group_of_replicas(
 
 
 def _keep_from_broadcasts(ddp: DistributedDataParallel, scales: Sequence[DelayedScale]) -> None:
-    """Let DDP ignore the buffers of scales, from its next forward on."""
+    """Make DDP ignore the buffers of scales, from its next forward on."""
     if not any(buffer is scales[0].scale for buffer in ddp.modules_buffers):
         return
     wanted = {id(scale) for scale in scales}

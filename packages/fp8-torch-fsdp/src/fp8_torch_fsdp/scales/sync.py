@@ -1,8 +1,8 @@
-"""`ScaleSync`: before each forward of a root, look at all weights, agree with the other ranks, cast.
+"""`ScaleSync`: before forwards, read all weights, agree on scales, cast.
 
 One object serves FSDP roots, models under `fully_shard_traceable`, and the delayed scales of models whose weights are
-not gathered in FP8. It remembers nothing about writes to weights: it computes the amax of each in every forward, in one
-all-reduce for all. Whether ranks reduce depends on what they call, never on what one of them did to its weights.
+not gathered in FP8. It does not track writes to weights: it computes the amax of each in every forward, in one
+all-reduce for all. Whether ranks reduce depends on their calls, never on writes of a rank to its weights.
 
 The reduction runs where FSDP2 begins a forward: of the root, of a submodule that is called alone, of a registered
 method. Gathers inside of that forward and of its backward never reduce; `unshard()` does, once for each group.
@@ -32,18 +32,18 @@ from fp8_torch_fsdp.scales.sync_group import SyncGroup, Tree, sorted_by_ranks
 from fp8_torch_fsdp.scales.weight import Fp8Weight, Sent, amax_bits, fill_scales, quantize
 
 SETTLES_AFTER = 8
-"""How many steps the host asks the device whether delayed scales are ready, at most."""
+"""Maximum number of steps in which the host reads whether delayed scales are ready."""
 
 
 class ScaleSync:
-    """The weights and the delayed scales under one root, and what keeps them equal on all ranks.
+    """Keeps weights and delayed scales under one root equal on all ranks.
 
     Args:
         root: The module that is called.
-        groups: What is agreed on, by the ranks that do; in the same order on all ranks.
+        groups: Weights and scales by the ranks that agree on them; in the same order on all ranks.
         held: The parameters of the root that FSDP2 shards.
-        sharded: The root is one whose weights travel in FP8, sharded by FSDP2 or `fully_shard_traceable`. It is then
-            synchronized before each of its forwards, and its groups are final.
+        sharded: Whether the weights of the root are gathered in FP8, sharded by FSDP2 or `fully_shard_traceable`. It is
+            then synchronized before each of its forwards, and its groups are final.
 
     Attributes:
         groups: As given.
@@ -60,11 +60,11 @@ class ScaleSync:
         self._root = weakref.ref(root)
         self.groups, self.reductions = list(groups), 0
         self.replicas: dist.ProcessGroup | None = None
-        self.tree, self._parameter_ids = Tree(), set[int]()  # as optimizers hold them; where there are delayed scales
+        self.tree, self._parameter_ids = Tree(), set[int]()  # as optimizers hold them; if delayed scales exist
         self.weights = [weight for group in self.groups for weight in group.weights]
         self.sharded, self._held, self._looks_left = sharded, list(held), SETTLES_AFTER
         self.forwards, self._weights_of = Forwards(self.weights), dict[tuple[nn.Module, ...], list[Fp8Weight]]()
-        # whether a forward has begun and not returned, and what delayed scales had observed when it began
+        # whether a forward has begun and not returned, and the observations of delayed scales at its begin
         self._running, self._observed = False, list[tuple[list[DelayedScale], torch.Tensor]]()
         for weight in self.weights:
             weight.sync = self
@@ -80,24 +80,24 @@ class ScaleSync:
         if sharded and isinstance(root, FSDPModule):
             fsdp_forwards.on_forwards(root, self._before_fsdp_forward, self._after_fsdp_forward)
         elif sharded:
-            # prepend: before hooks of others that use the layers
+            # prepend: before other hooks that use the layers
             root.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
             root.register_forward_hook(torch.compiler.disable(self._after_forward))
 
     @classmethod
     def of_module(cls, root: nn.Module) -> "ScaleSync":
-        """Return a sync of the delayed scales under a root whose weights are not gathered in FP8."""
+        """Return a sync of delayed scales only, without FP8 gathers."""
         return cls(root, [SyncGroup(None, [], [scale for scale in delayed_scales(root) if scale.sync is None])])
 
     @classmethod
     def at_first_gather(cls, weight: Fp8Weight) -> None:
-        """Synchronize the FSDP root above a weight, whose sync is made now if need be.
+        """Synchronize the FSDP root above a weight, creating its sync.
 
         Inside of a gather, where no hook came before: the weight is gathered for the first time, or the model has left
-        the meta device; on all ranks alike.
+        the meta device; raised on all ranks.
 
         Raises:
-            Fp8Error: A weight was sharded in a way that FP8 cannot follow; on all ranks alike.
+            Fp8Error: A weight was sharded in a way that FP8 does not support; raised on all ranks.
         """
         root = fsdp.find_root(lambda local: getattr(local, "fp8_weight", None) is weight)
         self = sync_of(root)
@@ -107,7 +107,7 @@ class ScaleSync:
             fsdp.check_gathers(gathered)
             weights = [_placed(shard) for shard in gathered]
             for one in weights:
-                # optimizers that were made before `fully_shard` raise: what they hold is no part of the model any more
+                # optimizers that were made before `fully_shard` raise: their parameters are no longer in the model
                 if (whole := one.made_of()) is not None:
                     whole.replaced_by = "fully_shard"
                     watch_optimizers()
@@ -139,15 +139,15 @@ class ScaleSync:
         return [scale for group in self.groups for scale in group.scales]
 
     def release(self, scale: DelayedScale) -> None:
-        """Let another sync have a delayed scale: that of an FSDP root above."""
+        """Hand a delayed scale to an outer root's sync."""
         for group in self.groups:
             group.scales = [own for own in group.scales if own is not scale]
 
     def to_send(self, weight: Fp8Weight) -> Sent:
-        """Return what this rank sends of a weight that FSDP2 gathers now.
+        """Return this rank's codes of a weight that FSDP2 gathers.
 
-        In a backward that of its forward. In `unshard()`, outside of both, all ranks gather the same group, and its
-        first weight first: its weights are synchronized then.
+        In a backward, the codes of its forward. In `unshard()`, outside of both, all ranks gather the same group, and
+        its first weight first: its weights are synchronized then.
 
         Raises:
             Fp8StaleError: The weight was written to inside of a forward and has outgrown its scale.
@@ -171,8 +171,8 @@ class ScaleSync:
         return sent
 
     def _alone(self, root: nn.Module) -> contextlib.AbstractContextManager:
-        # Layers write what they observe on the stream that computes, maybe of a layer that gathers nothing in FP8 and
-        # ran before this gather, or runs beside it. Other scales are made and used by gathers alone.
+        # Layers write their observations on the stream that computes, maybe of a layer without an FP8 gather that ran
+        # before this gather, or runs concurrently. Other scales are made and used only by gathers.
         return fsdp.exclusive_on_device(root) if self.scales else contextlib.nullcontext()
 
     def before_forward(self, root: nn.Module, weights: Sequence[Fp8Weight], changed: bool | None = None) -> None:
@@ -183,9 +183,9 @@ class ScaleSync:
             weights: The weights.
             changed: Whether the tree of the root has; None looks.
         """
-        # Checkpoints end the forwards that they repeat in a backward by an exception of their own.
+        # Checkpoints end the forwards that they repeat in a backward by a custom exception.
         if not in_backward():
-            if self._running:  # the last forward was left by an exception: its batch is dropped, and what it observed
+            if self._running:  # an exception left the last forward: its batch and its observations are dropped
                 for scales, observed in self._observed:
                     delayed.restore(scales, observed)
             self._running = True
@@ -202,8 +202,8 @@ class ScaleSync:
         self.begin(weights)
 
     def begin(self, weights: Sequence[Fp8Weight]) -> None:
-        """Synchronize weights, and keep what is sent of them for the backward of the forward that begins."""
-        # Where FSDP2 was told to keep weights gathered through the backward, nobody looks until they are resharded.
+        """Synchronize weights, and keep their codes for the forward's backward."""
+        # While FSDP2 keeps weights gathered through the backward, they are not read until resharded.
         stale = [weight for weight in weights if not (weight.is_kept or (weight.stands and weight.is_cast))]
         self.synchronize(only=stale)
         self.forwards.begin(weights)
@@ -245,13 +245,13 @@ class ScaleSync:
         self.forwards.watch(output)
 
     def _observe(self, root: Any, weights: Iterable[Fp8Weight]) -> None:
-        """Let delayed scaling record the amax of the weights that a training forward uses."""
+        """Record the amax of a training forward's weights in delayed scaling."""
         used = [(weight.delayed, weight.bits) for weight in weights if weight.delayed is not None]
         if used and root.training and torch.is_grad_enabled():
             delayed.observe_bits(*zip(*used, strict=True))
 
     def _find_ranks(self, root: nn.Module) -> None:
-        """Sort the delayed scales by ranks: the model may have been sharded since."""
+        """Sort delayed scales by ranks, which sharding may have changed."""
         due, self._held = any(group.due for group in self.groups), list(fsdp.shards(root))
         meshes = [parameter.device_mesh for parameter in root.parameters() if isinstance(parameter, DTensor)]
         self.groups = sorted_by_ranks([], self.scales, self._held, meshes)
@@ -259,7 +259,9 @@ class ScaleSync:
             group.due = due
 
     def owns_any_of(self, parameters: Collection[torch.Tensor]) -> bool:
-        """Whether one of these parameters is one of the root: of the live root if there is none among those of before.
+        """True if any parameter is one of the root's.
+
+        Of the live root if no former one matches.
 
         Loads with `assign=True` put others in their place. Not in a backward, where each may have its own optimizer.
         """
@@ -269,11 +271,11 @@ class ScaleSync:
         return root is not None and not in_backward() and any(id(one) in ids for one in root.parameters())
 
     def on_optimizer_step(self) -> None:
-        """Note that an optimizer of the model has stepped: the windows of delayed scaling are due."""
+        """Record an optimizer step: the windows of delayed scaling must roll."""
         for group in self.groups:
             group.due = True
-        # In a backward (an optimizer for each parameter, stepped by hooks) layers may still compute again what a
-        # checkpoint left out: their scales are those of this step, and no marks shall stop them.
+        # In a backward (an optimizer for each parameter, stepped by hooks) checkpointed layers may still recompute:
+        # they use the scales of this step, and no mark may stop them.
         if not in_backward():
             delayed.mark_late(self.scales)
 
@@ -281,11 +283,13 @@ class ScaleSync:
     def synchronize(
         self, *, only: Collection[Fp8Weight] | None = None, group: dist.ProcessGroup | None = None, roll: bool = False
     ) -> None:
-        """Look, agree, roll what is due, cast: one all-reduce for each group of ranks. Every rank of the root calls it.
+        """Read weights, agree, roll windows, cast.
+
+        One all-reduce for each group of ranks. Every rank of the root calls it.
 
         Args:
             only: These weights alone; None for all.
-            group: Ranks that agree in place of those of the root: replicas under DDP.
+            group: Ranks that agree instead of the root's: replicas under DDP.
             roll: Make the next delayed scales even if no optimizer step was made since the last time.
         """
         self.forwards.current = None  # codes that no backward waits for are freed before others are made
@@ -296,7 +300,7 @@ class ScaleSync:
             own.due = own.due or roll
             if own.scales:
                 delayed.tell_of_new_windows(own.scales)
-        with torch.inference_mode(False):  # what is made here outlives this forward
+        with torch.inference_mode(False):  # these results outlive this forward
             for own in self.groups:
                 weights = own.weights if only is None else [weight for weight in own.weights if weight in only]
                 # weights that stand leave the delayed scales of their layers to be combined
@@ -321,10 +325,13 @@ class ScaleSync:
         quantize(weights)
         for weight in weights:
             if weight.shard is not None:
-                weight.shard.reshard()  # what was kept gathered after a forward, or by `unshard()`
+                weight.shard.reshard()  # parameters kept gathered after a forward, or by `unshard()`
 
     def _settle(self, own: SyncGroup) -> None:
-        """After the first steps, note which scales are ready: amax and cast are one pass from then on."""
+        """Read from the device which scales are ready.
+
+        From then on, one pass casts and observes.
+        """
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if own.due and self._looks_left and not capturing:
             self._looks_left = 0 if delayed.settle(self.scales) else self._looks_left - 1
@@ -337,12 +344,12 @@ class ScaleSync:
 
 
 def sync_of(module: nn.Module) -> ScaleSync | None:
-    """Return the sync that a module carries as the root of a model."""
+    """Return the sync of a module that is a model's root."""
     return getattr(module, "fp8_sync", None)
 
 
 def syncs_of(model: nn.Module) -> list[ScaleSync]:
-    """Return the syncs that concern `model`, each once, in an order that all ranks share."""
+    """Return the syncs of `model`, each once, in rank-independent order."""
     found = [sync_of(module) for module in model.modules()]
     found += [shard.local.fp8_weight.sync for shard in fsdp.shards(model) if hasattr(shard.local, "fp8_weight")]
     # layers that were converted as part of another model keep the sync that they had there
@@ -351,7 +358,9 @@ def syncs_of(model: nn.Module) -> list[ScaleSync]:
 
 
 def synchronize_scales(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
-    """Compute all scales of `model` now, after an optimizer step, and roll the windows of delayed scaling.
+    """Update all scales of `model` after an optimizer step.
+
+    Rolls the windows of delayed scaling.
 
     All ranks call it. Not needed where the model is called through its root, which does it before each forward. Call it
     once per optimizer step where parts of a model with delayed scaling are called alone, and where no optimizer of
@@ -359,7 +368,7 @@ def synchronize_scales(model: nn.Module, *, group: dist.ProcessGroup | None = No
 
     Args:
         model: The converted model, or a part of it.
-        group: The ranks that combine what they observed, for models that are replicated without DDP. Sharded models,
+        group: The ranks that combine their observations, for models that are replicated without DDP. Sharded models,
             and models that were called through `DistributedDataParallel`, know theirs.
     """
     # disabled when called: the decorator would import the compiler with the package
@@ -367,9 +376,9 @@ def synchronize_scales(model: nn.Module, *, group: dist.ProcessGroup | None = No
 
 
 def synchronize_all(model: nn.Module, *, group: dist.ProcessGroup | None = None, roll: bool) -> None:
-    """Do what `synchronize_scales` does; without `roll`, windows move only if an optimizer has stepped."""
+    """Run `synchronize_scales`; without `roll`, windows move only after optimizer steps."""
     if any(scale.sync is None for scale in delayed_scales(model)):
-        ScaleSync.of_module(model)  # copied layers: nobody has taken them yet
+        ScaleSync.of_module(model)  # copied layers: no sync owns them yet
     for sync in syncs_of(model):
         sync.synchronize(group=group or sync.replicas, roll=roll)
 

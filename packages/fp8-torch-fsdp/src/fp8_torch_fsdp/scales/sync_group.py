@@ -1,4 +1,4 @@
-"""`SyncGroup`: what the same ranks agree on, in one all-reduce; `Tree`: whether a model has changed since."""
+"""`SyncGroup`: weights of one all-reduce; `Tree`: detects changes of a model."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from fp8_torch_fsdp.scales.weight import Fp8Weight
 
 @dataclasses.dataclass(eq=False)
 class SyncGroup:
-    """What the same ranks agree on, in one all-reduce.
+    """Weights and delayed scales that the same ranks agree on.
 
     Attributes:
         ranks: The ranks; None for this rank alone.
@@ -32,7 +32,7 @@ class SyncGroup:
 
 
 class Tree:
-    """The modules and parameters of a model, as they were at the last look.
+    """Modules and parameters of a model at the last look.
 
     A look costs a model of any size a few microseconds: it compares numbers of objects and keeps none alive.
     """
@@ -42,7 +42,7 @@ class Tree:
         self._numbers: list[int] = []
 
     def has_changed(self, root: nn.Module) -> bool:
-        """Return whether one was added, removed or exchanged since the last look; true at the first."""
+        """Return whether a module or parameter changed; true at first."""
         if self._tables and self._numbers == self._look():
             return False
         self._tables = [table for module in root.modules() for table in (module._modules, module._parameters)]
@@ -59,7 +59,9 @@ def sorted_by_ranks(
     held: Sequence[Shard],
     meshes: Sequence[DeviceMesh] = (),
 ) -> list[SyncGroup]:
-    """Sort by the ranks that agree: those that hold a weight, also for the delayed scales of its layer.
+    """Group weights and delayed scales by the ranks that agree.
+
+    Delayed scales of a layer join the ranks of its weight.
 
     Args:
         weights: Weights.
@@ -73,12 +75,12 @@ def sorted_by_ranks(
         return groups.setdefault(ranks, SyncGroup(ranks))
 
     for weight in weights:
-        # delayed scaling combines what all ranks with a copy observe: then weights join these, for one reduction
+        # delayed scaling combines the observations of all ranks with a copy: then weights join these, for one reduction
         of(weight.group(replicas=bool(scales))).weights.append(weight)
     of_scale = {id(scale): shard for shard in held for scale in shard.module.children()}
     largest = max(held, key=lambda shard: len(shard.peers(replicas=True)), default=None)
     for scale in scales:
-        # of layers that FSDP2 was told to leave alone, all ranks
+        # all ranks, for layers that FSDP2 ignores
         shard = of_scale.get(id(scale), largest)
         of(_all_of(meshes) if shard is None else shard.group(replicas=True)).scales.append(scale)
     return sorted(groups.values(), key=lambda group: _order(group.ranks))
@@ -93,6 +95,6 @@ def _all_of(meshes: Sequence[DeviceMesh]) -> dist.ProcessGroup | None:
 
 
 def _order(ranks: dist.ProcessGroup | None) -> tuple[int, list[int]]:
-    """Return a key that puts the largest groups first: all ranks reduce in one order."""
+    """Return a sort key, largest groups first, equal on all ranks."""
     members = [] if ranks is None else sorted(dist.get_process_group_ranks(ranks))
     return -len(members), members

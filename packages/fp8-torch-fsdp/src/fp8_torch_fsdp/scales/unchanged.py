@@ -1,4 +1,4 @@
-"""`weights_unchanged`: a window, declared by the user, in which each weight is cast once."""
+"""`weights_unchanged`: a user-declared window with one cast per weight."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +13,9 @@ from fp8_torch_fsdp.scales.weight import Fp8Weight
 
 @contextlib.contextmanager
 def weights_unchanged(model: nn.Module) -> Iterator[None]:
-    """Cast each weight of `model` once while this context is open: gradient accumulation, recomputation, evaluation.
+    """Cast each weight of `model` once while this context is open.
+
+    For gradient accumulation, recomputation and evaluation.
 
         with weights_unchanged(model):
             for batch in micro_batches:
@@ -36,7 +38,7 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
     """
     opened = [weight for weight in _weights(model) if not weight.stands]
     for weight in opened:
-        weight.stands, weight.newest = True, None  # what was cast before may be of other values
+        weight.stands, weight.newest = True, None  # earlier codes may be of other values
     if opened:
         optimizer_hook.refuse_while_unchanged(model, opens=True)
     try:

@@ -1,4 +1,4 @@
-"""`Fp8Weight`: one weight that is used in FP8, and what is done for all weights of a model at once.
+"""`Fp8Weight`: the state of one FP8 weight, and batched casts.
 
 On a GPU a launch per weight costs more than the work. Weights that have a single scale share one launch for all amax
 and one for all casts of a format; others go one by one.
@@ -24,7 +24,7 @@ from fp8_torch_fsdp.scales.delayed import DelayedScale, in_use
 
 
 class Fp8Weight:
-    """One weight that is used in FP8: how it is scaled and, once it is sharded, the part that this rank holds.
+    """State of one FP8 weight: scaling and, once sharded, the local part.
 
     Its layer has it, and so have all tensors that alias the parameter.
 
@@ -36,13 +36,13 @@ class Fp8Weight:
     Attributes:
         grid: As given.
         delayed: As given.
-        made_of: Returns what was given, as long as that lives.
-        is_static: Whether its scale is a constant, or travels with the codes, so that there is nothing to agree on.
+        made_of: Returns the source weight while it is alive.
+        is_static: Whether its scale is a constant, or is sent with the codes, so that ranks need not agree.
         writes: How many operators have written to it. Only a gather inside of a root's forward looks at this.
-        replaced_by: The call after which the model holds another parameter in the place of this one; None before.
+        replaced_by: The call that replaced the parameter in the model by another; None before.
         stands: Whether the user has declared that it does not change (`weights_unchanged`).
         held: While it stands and is not sharded: its address and version, its codes, and itself.
-        sync: The `ScaleSync` that it belongs to; None before `place`. What follows is known from then on.
+        sync: The `ScaleSync` that it belongs to; None before `place`. The following attributes are set from then on.
         name: Its name from the root.
         region: Which part this rank holds.
         padded_shape: Shape of every rank's contribution to the all-gather.
@@ -52,8 +52,8 @@ class Fp8Weight:
         scale: float32 scales into FP8 of the whole weight that the ranks agreed on last; empty of MX.
         scale_inv: The same back from FP8.
         own_bits: int32 [k], the amax bits of this rank's part at that time.
-        bits: int32 [k], those of the whole weight.
-        newest: What this rank sends, as the ranks agreed last; None before.
+        bits: int32 [k], of the whole weight.
+        newest: This rank's codes with the last agreed scales; None before.
         number: Number of the codes that FSDP2 holds gathered or gathers now.
         mark: The same as an int64 scalar on the CPU.
         writes_cast: How many writes had been seen when it was cast.
@@ -88,11 +88,11 @@ class Fp8Weight:
         self.writes_cast = self.casts = 0
 
     def another(self) -> "Fp8Weight":
-        """Return what is known of another weight that is made of this one."""
+        """Return the state of a weight derived from this one."""
         return Fp8Weight(self.grid, self.delayed, self)
 
     def __deepcopy__(self, memo: dict) -> "Fp8Weight":
-        """Copy how the weight is scaled: the copied model agrees on its own."""
+        """Copy the scaling only: the copied model agrees separately."""
         # with the memo: a `DelayedScale` is a submodule of the layer, and the copied layer has the same twin
         return Fp8Weight(self.grid, copy.deepcopy(self.delayed, memo))
 
@@ -105,7 +105,7 @@ class Fp8Weight:
         group: dist.ProcessGroup | None = None,
         splits_rows: bool = False,
     ) -> Quantized:
-        """Return the float8 codes and the scales of a whole weight, the same numbers that a gather gives.
+        """Return float8 codes and scales of a whole weight, as gathered.
 
         Args:
             weight: The plain weight, or this rank's tensor-parallel part of it.
@@ -117,7 +117,7 @@ class Fp8Weight:
         grid, cast = self.grid, self.grid.cast
         region = Region.whole(weight.shape)
         if grid.block is None:
-            # compiled, one launch writes what the output and the gradient of the input need
+            # compiled, one launch writes the codes for the output and for the input's gradient
             both = both or (cast.scaling != "static" and casts.fuses(weight))
             return quantize_tensorwise(weight, cast, self.delayed, record=record, group=group, both=both)
         if self.delayed is not None:
@@ -140,7 +140,10 @@ class Fp8Weight:
         device: torch.device,
         shard: Shard | None = None,
     ) -> "Fp8Weight":
-        """Note the part that this rank holds, and return self; `read` returns that part, plain, as it is now."""
+        """Record the local part, and return self.
+
+        `read` returns the current part as a plain tensor.
+        """
         self.name, self._read, self.region, self.padded_shape, self.device = name, read, region, padded_shape, device
         self.shard, self.part = shard, read()
         self.scale, self.scale_inv = self._first_scales()
@@ -149,7 +152,7 @@ class Fp8Weight:
         return self
 
     def look(self) -> None:
-        """Take the part as it is now.
+        """Read the current part.
 
         Raises:
             Fp8Error: It has another dtype than when it was gathered first.
@@ -170,12 +173,12 @@ class Fp8Weight:
 
     @property
     def is_kept(self) -> bool:
-        """Whether FSDP2 holds the newest codes gathered, and was told not to reshard them."""
+        """True if FSDP2 holds the newest codes gathered without resharding."""
         return self.shard is not None and self.shard.stays_gathered and self.number == getattr(self.newest, "number", 0)
 
     @property
     def is_cast(self) -> bool:
-        """Of a weight that stands, whether it has been cast since that was declared.
+        """True if an unchanged weight was cast since the window opened.
 
         Raises:
             Fp8StaleError: It was written to since, or another tensor was put in its place.
@@ -190,37 +193,43 @@ class Fp8Weight:
         return True
 
     def take(self, sent: "Sent") -> None:
-        """Let scales and `own_bits` be those of another forward: compiled graphs read them."""
+        """Restore scales and `own_bits` of another forward.
+
+        Compiled graphs read them.
+        """
         self.scale, self.scale_inv, self.own_bits = sent.scale, sent.scale_inv, sent.own_bits
 
     def _first_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the constant scales of the recipe, or 1 until the ranks have agreed."""
+        """Return the recipe's constant scales, or 1 until ranks agree."""
         constant = self.grid.cast.static_scale
         shape = torch.Size((0,)) if self.grid.is_mx else self.grid.shape(self.region.full_shape)
         scale = torch.full(shape, 1.0 if constant is None else constant, dtype=torch.float32, device=self.device)
         return scale, casts.reciprocal(scale)
 
     def group(self, *, replicas: bool) -> dist.ProcessGroup | None:
-        """Return the ranks that agree on its scales; `replicas` includes those that hold copies (HSDP)."""
+        """Return the ranks that agree on its scales.
+
+        `replicas` includes ranks with copies (HSDP).
+        """
         return None if self.shard is None else self.shard.group(self.grid, replicas=replicas)
 
     def amax_bits(self) -> torch.Tensor:
-        """Return the int32 amax bits [k] of the part, where the ranks agree."""
+        """Return the part's int32 amax bits [k] for the agreement."""
         return self.grid.amax_bits(self.part, self.region).to(self.device, non_blocking=True)
 
     def quantized(self, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the uint8 codes of `padded_shape` that this rank sends of `part`, and of MX their scales."""
+        """Return `part`'s uint8 codes of `padded_shape`, and scales of MX."""
         self.casts += 1
         grid = self.grid
         if grid.is_mx:
             made = casts.quantize_mx(part, grid.cast.fp8_format, grid.cast.policy.mx_mode)
             shapes = self.padded_shape, grid.shape(self.padded_shape)
             return tuple(pad_rows(one, shape) for one, shape in zip(made, shapes, strict=True))
-        scale = self.scale.to(part.device)  # CPU offload keeps parts and what they send on the host
+        scale = self.scale.to(part.device)  # CPU offload keeps parts and their codes on the host
         return (pad_rows(grid.quantize_part(part, scale, self.region), self.padded_shape),)
 
     def cast_again(self) -> None:
-        """Cast a part that was written to since the forward of its root began, with the scales of before.
+        """Cast a part written during the root's forward, with unchanged scales.
 
         Raises:
             Fp8StaleError: It has outgrown them.
@@ -236,7 +245,7 @@ class Fp8Weight:
 
 
 class Sent:
-    """What one rank sends of a weight in one forward, and the scales that go with it.
+    """One rank's codes of a weight in one forward, with scales.
 
     Args:
         weight: The weight.
@@ -261,7 +270,10 @@ def next_number() -> tuple[int, torch.Tensor]:
 
 
 def amax_bits(weights: Sequence[Fp8Weight]) -> list[torch.Tensor]:
-    """Return the int32 amax bits [k] of each part, where the ranks agree; one launch for all that have one scale."""
+    """Return int32 amax bits [k] of each part.
+
+    One launch for all parts with one scale.
+    """
     found: dict[Fp8Weight, torch.Tensor] = {}
     for own in foreach.alike(filter(_one_scale, weights), lambda weight: weight.part.device):
         bits = foreach.amax_bits([weight.part for weight in own])
@@ -274,7 +286,7 @@ def amax_bits(weights: Sequence[Fp8Weight]) -> list[torch.Tensor]:
 
 
 def fill_scales(weights: Sequence[Fp8Weight], bits: Sequence[torch.Tensor]) -> None:
-    """Take over agreed amax bits and the scales that follow; all weights of a rule in one batch."""
+    """Set agreed amax bits and their scales, batched by rule."""
     for weight, own in zip(weights, bits, strict=True):
         weight.bits = own
     for group in foreach.alike((weight for weight in weights if not weight.is_static), _rule):
@@ -291,13 +303,16 @@ def fill_scales(weights: Sequence[Fp8Weight], bits: Sequence[torch.Tensor]) -> N
 
 
 def _rule(weight: Fp8Weight) -> object:
-    """Return what the scale of a weight depends on besides its amax and its history."""
+    """Return the inputs of a scale besides amax and history."""
     recipe, delayed = weight.grid.cast, weight.delayed
     return recipe.format, recipe.policy, None if delayed is None else delayed.must_fit
 
 
 def quantize(weights: Sequence[Fp8Weight]) -> None:
-    """Make what this rank sends of all weights; one launch for all that have one scale of a format."""
+    """Cast all weights for the gather.
+
+    One launch for all that have one scale of a format.
+    """
     made: dict[Fp8Weight, tuple[torch.Tensor, ...]] = {}
     # In the graphs of `fully_shard_traceable` the layers cast.
     here = [weight for weight in weights if weight.shard is not None and _one_scale(weight)]

@@ -1,1 +1,1 @@
-"""Tensor parallelism whose activations, gradients and weights travel in FP8; styles for `parallelize_module`."""
+"""Tensor parallelism with FP8 communication; styles for `parallelize_module`."""

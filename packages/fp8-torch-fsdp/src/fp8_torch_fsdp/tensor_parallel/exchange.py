@@ -1,8 +1,10 @@
-"""What tensor-parallel ranks exchange: FP8 codes where one scale serves all that follows, else the values.
+"""FP8 communication between tensor-parallel ranks.
 
-A matrix that is cut along the sequence is cast before it is gathered, with the largest amax of all ranks, so that the
-codes are those of the whole matrix. Recipes that cast a matrix twice, along its rows and along its columns, need the
-values; for them the gather is the one that torch makes.
+Codes are sent if one scale serves all uses, else values.
+
+A matrix that is sharded along the sequence is cast before it is gathered, with the largest amax of all ranks, so that
+the codes equal the whole matrix's. Recipes that cast a matrix twice, along its rows and along its columns, need the
+values; for them torch's own gather runs.
 """
 
 from collections.abc import Callable
@@ -20,7 +22,10 @@ Cast = Callable[[torch.Tensor], Quantized]
 
 
 class ShardPlacement(NamedTuple):
-    """Where a tensor is cut: the ranks, how, and its whole shape (None: all ranks hold equally much)."""
+    """Sharding of a tensor: ranks, placement, whole shape.
+
+    The shape is None if all ranks hold equal parts.
+    """
 
     mesh: DeviceMesh
     placement: Placement
@@ -44,14 +49,14 @@ def gather_codes(local: torch.Tensor, cast: Cast, place: ShardPlacement) -> Gath
     """
     # A collective for scales of this step's values: all ranks come here in the same forward or backward.
     made = cast(local.reshape(-1, local.shape[-1]))
-    # as uint8, because gloo and older NCCL refuse float8
+    # as uint8, because gloo and older NCCL do not support float8
     data = place.distributed(made.codes.view(local.shape).view(torch.uint8))
     whole = data.redistribute(placements=[Replicate()]).to_local()
     return GatheredWeight(whole.contiguous().view(made.codes.dtype), made.scale_inv, made.fmt.name, local.dtype)
 
 
 class GatherInput(torch.autograd.Function):
-    """The parts of an activation become the whole in FP8; the ranks' gradients of it are summed and cut again."""
+    """Gather an activation in FP8; reduce-scatter its gradients."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, cast: Cast, place: ShardPlacement) -> DTensor:
@@ -66,7 +71,10 @@ class GatherInput(torch.autograd.Function):
 
 
 class ReduceOutput(torch.autograd.Function):
-    """The sum over ranks of partial outputs, cut or whole; its gradient is gathered again, in FP8 where `cast` says."""
+    """Sum partial outputs over ranks, whole or sharded.
+
+    The gradient is gathered, in FP8 if `cast` is given.
+    """
 
     @staticmethod
     def forward(

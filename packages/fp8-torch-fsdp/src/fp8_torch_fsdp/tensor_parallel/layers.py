@@ -1,4 +1,4 @@
-"""Tensor-parallel FP8 layers: what comes in, the local products, what goes out.
+"""Tensor-parallel FP8 layers: inputs, local matmuls, outputs.
 
 Each rank multiplies its part of the weight. A column-parallel layer holds rows of the weight, sees the whole input and
 makes its columns of the output; a row-parallel layer holds columns, sees its columns of the input and makes a part of
@@ -22,7 +22,7 @@ from fp8_torch_fsdp.tensor_parallel.exchange import Cast, GatherInput, ReduceOut
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorParallel(ParallelStrategy):
-    """What one layer exchanges.
+    """Communication of one layer.
 
     Attributes:
         mesh: The ranks, one dimension.
@@ -42,9 +42,9 @@ class TensorParallel(ParallelStrategy):
         return self.mesh.get_group()
 
     def leave(self, output: torch.Tensor, now: Placement) -> torch.Tensor:
-        """Bring a local output that is cut as `now` says into the wanted layout."""
+        """Redistribute a local output from placement `now` to the wanted layout."""
         wanted = _positive(self.output_layout, output)
-        # nothing to do: a DTensor on the way would cost two autograd nodes
+        # nothing to do: an intermediate DTensor would cost two autograd nodes
         if self.use_local_output and now == wanted:
             return output
         placed = _in_layout(DTensor.from_local(output, self.mesh, [now], run_check=False), wanted)
@@ -60,7 +60,10 @@ class Colwise(TensorParallel):
         return {"group": self.group, "splits_rows": False}
 
     def forward(self, layer: Float8Linear, input: torch.Tensor) -> torch.Tensor:
-        """Gather the input, in FP8 where that serves; multiply; the output is cut along its last dimension."""
+        """Gather the input, multiply; the output is sharded on columns.
+
+        The gather is in FP8 if the recipe allows.
+        """
         # Partial: each rank has some rows of the weight, so its gradient of the input is one summand.
         whole = gather_input(layer, input, self.mesh, self.input_layout).to_local(grad_placements=[Partial()])
         bias = None if layer.bias is None else _local(layer.bias)
@@ -69,7 +72,7 @@ class Colwise(TensorParallel):
 
 
 class Rowwise(TensorParallel):
-    """Columns of the weight and of the input, a part of the sum that is the output."""
+    """Shards weight and input by columns; outputs are partial sums."""
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -77,7 +80,10 @@ class Rowwise(TensorParallel):
         return {"group": self.group, "splits_rows": True}
 
     def forward(self, layer: Float8Linear, input: torch.Tensor) -> torch.Tensor:
-        """Multiply, reduce, add the bias once; the gradient of a cut output is gathered in FP8 where that serves."""
+        """Multiply, reduce, add the bias once.
+
+        The gradient of a sharded output is gathered in FP8 if the recipe allows.
+        """
         placed = _in_layout(_placed(input, self.mesh, self.input_layout), Shard(input.ndim - 1))
         local = placed.to_local()
         partial = layer.fp8_matmul("weight", local, _local(layer.weight))
@@ -95,7 +101,9 @@ class Rowwise(TensorParallel):
 
 
 def gather_input(layer: Float8Linear, input: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> DTensor:
-    """Return the whole input of a column-parallel layer: a replicated DTensor, in FP8 if it was cut and one cast does.
+    """Return a column-parallel layer's whole input, a replicated DTensor.
+
+    In FP8 if it was sharded and one cast serves all uses.
 
     Args:
         layer: Whose configuration and delayed scale are used.
@@ -103,7 +111,7 @@ def gather_input(layer: Float8Linear, input: torch.Tensor, mesh: DeviceMesh, lay
         mesh: The ranks.
         layout: How a plain input is cut.
     """
-    # Before the gather, or float32 values would travel and be cast to FP8 with another amax than autocast's.
+    # Before the gather, or float32 values would be sent and be cast to FP8 with another amax than autocast's.
     if torch.is_autocast_enabled(input.device.type):
         input = input.to(torch.get_autocast_dtype(input.device.type))
     placed = _placed(input, mesh, layout)
@@ -116,7 +124,7 @@ def gather_input(layer: Float8Linear, input: torch.Tensor, mesh: DeviceMesh, lay
 
 
 def _caster(layer: Float8Linear, name: str, group: dist.ProcessGroup, record: bool) -> Cast:
-    """Return what casts a local part of the operand `name` with the scale of the whole."""
+    """Return a cast of a local part with the whole operand's scale."""
     recipe, matmul = getattr(layer.config, name), layer.fp8["weight"]
 
     def cast(x: torch.Tensor) -> Quantized:
@@ -129,7 +137,7 @@ def _caster(layer: Float8Linear, name: str, group: dist.ProcessGroup, record: bo
 
 
 def _local(parameter: Any) -> torch.Tensor:
-    """Return this rank's part of a parameter, a DTensor unless a framework has taken the part out itself."""
+    """Return the local part of a parameter, DTensor or already local."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -140,7 +148,10 @@ def _placed(input: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> DTensor
 
 
 def _in_layout(placed: DTensor, wanted: Placement) -> DTensor:
-    """Redistribute, unless there is nothing to do: torch warns then, and autograd gets a node for nothing."""
+    """Redistribute if needed.
+
+    torch would warn otherwise, and autograd would get an unused node.
+    """
     return placed if placed.placements[0] == wanted else placed.redistribute(placements=[wanted])
 
 

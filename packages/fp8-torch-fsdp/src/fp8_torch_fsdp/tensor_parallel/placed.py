@@ -1,8 +1,8 @@
-"""Layers that a framework has distributed, or will: what they exchange follows from how their weights are cut.
+"""FP8 layers whose weights a framework distributes as DTensors.
 
-The framework's own code brings inputs and outputs into the layouts that it wants. A layer between takes and returns
-DTensors, as its unconverted form would: whole input and columns of the output for a weight that is cut along its rows,
-columns of the input and a part of a sum for one that is cut along its columns.
+The framework's own code redistributes inputs and outputs. A layer in between accepts and returns DTensors, like its
+unconverted form: whole input and columns of the output for a weight sharded along its rows, columns of the input and a
+partial sum for a weight sharded along its columns.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ class ByWeight(ParallelStrategy):
     """Decides in the first forward in which the weight is a DTensor."""
 
     def forward(self, layer: Float8Linear, input: torch.Tensor) -> torch.Tensor:
-        """Compute as the placement of the weight says, from now on."""
+        """Follow the placement of the weight from now on."""
         if isinstance(layer.weight, DTensor):
             layer.distribute(distribution_of(layer.weight, has_bias=layer.bias is not None))
             return layer.distribution.forward(layer, input)
@@ -31,7 +31,7 @@ class Copies(ParallelStrategy):
     """Every rank holds the whole weight and computes the whole output."""
 
     def forward(self, layer: Float8Linear, input: Any) -> torch.Tensor:
-        """Multiply the whole input, and return the output on the ranks that the input came from."""
+        """Multiply the whole input; keep the output on its ranks."""
         mesh = None
         if isinstance(input, DTensor):
             mesh, input = input.device_mesh, input.redistribute(placements=[Replicate()] * input.device_mesh.ndim)
@@ -49,7 +49,7 @@ def distribution_of(weight: DTensor, *, has_bias: bool) -> ParallelStrategy:
         has_bias: Whether the layer adds a bias, which a sum over ranks must hold once.
 
     Raises:
-        Fp8Error: It is cut over two dimensions of the mesh, or in pieces that lie apart.
+        Fp8Error: It is sharded over two dimensions of the mesh, or in separate pieces.
     """
     cut = [index for index, placement in enumerate(weight.placements) if not placement.is_replicate()]
     if not cut:

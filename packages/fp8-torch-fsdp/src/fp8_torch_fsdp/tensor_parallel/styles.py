@@ -1,4 +1,4 @@
-"""Styles for `parallelize_module` that make FP8 layers tensor-parallel, with the arguments of torch's own."""
+"""Styles for `parallelize_module` with FP8 communication, compatible with torch's."""
 
 import copy
 from typing import Any
@@ -17,7 +17,7 @@ from fp8_torch_fsdp.tensor_parallel.layers import Colwise, Rowwise, TensorParall
 
 
 class _Float8Parallel(ParallelStyle):
-    """Cuts the parameters of one layer and tells it how to exchange."""
+    """Shards the parameters of one layer and sets its communication."""
 
     _kind: type[TensorParallel]
     _weight: Placement
@@ -70,10 +70,10 @@ class _Float8Parallel(ParallelStyle):
 
 
 class Float8ColwiseParallel(_Float8Parallel):
-    """Spreads the output columns of a `Float8Linear`; an input that is cut is gathered in FP8.
+    """Shards `Float8Linear` by output columns; gathers sharded inputs in FP8.
 
-    FP8 travels where one tensorwise cast of the input serves output and gradient of the weight; other recipes gather
-    the values. Delayed scaling with `initial="one"` needs no all-reduce for it, other scaling a small one.
+    The gather is in FP8 if one tensorwise cast of the input serves output and gradient of the weight; other recipes
+    gather the values. Delayed scaling with `initial="one"` needs no all-reduce for it, other scaling a small one.
 
     Args:
         input_layouts: How a plain input is cut; replicated by default, `Shard(1)` under sequence parallelism.
@@ -89,9 +89,10 @@ class Float8ColwiseParallel(_Float8Parallel):
 
 
 class Float8RowwiseParallel(_Float8Parallel):
-    """Spreads the input columns of a `Float8Linear`; the gradient of an output that is cut is gathered in FP8.
+    """Shards `Float8Linear` by input columns; gathers output gradients in FP8.
 
-    FP8 travels where one tensorwise cast of the gradient serves both backward products; other recipes gather values.
+    The gather is in FP8 if one tensorwise cast of the gradient serves both backward matmuls; other recipes gather
+    values.
 
     Args:
         input_layouts: How a plain input is cut; along its last dimension by default.
@@ -107,14 +108,14 @@ class Float8RowwiseParallel(_Float8Parallel):
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
-    """Gathers the input of a module once, in FP8, for all the column-parallel layers in it that use it.
+    """Gathers a module's input once in FP8 for its column-parallel layers.
 
     Args:
         fwd_config_submodule_fqn: The layer whose configuration and delayed scale are used; by default the first
             `Float8Linear` in the module.
-        **layouts: The arguments of torch's `PrepareModuleInput`. Of the inputs that `input_layouts` and
-            `input_kwarg_layouts` call cut, those that shall be replicated (`desired_input_layouts`,
-            `desired_input_kwarg_layouts`) travel in FP8; `use_local_output` hands over plain tensors.
+        **layouts: The arguments of torch's `PrepareModuleInput`. Inputs that `input_layouts` and `input_kwarg_layouts`
+            declare sharded and that `desired_input_layouts` and `desired_input_kwarg_layouts` declare replicated are
+            gathered in FP8; with `use_local_output` they become plain tensors.
 
     Raises:
         Fp8Error: When applied to a module without such a layer, or whose layers cast their inputs differently.

@@ -1,6 +1,6 @@
-"""`TraceableShards`: an FP8 linear layer that holds some rows of its weight gathers it for each matmul and lets it go.
+"""`TraceableShards`: an FP8 linear layer that gathers its rows per matmul.
 
-FP8 codes travel, cast on the rank that holds the rows, or the weight as it is stored, which every rank then casts.
+The gather sends FP8 codes, cast on the rank that holds the rows, or the weight as stored, which every rank then casts.
 
 The backward starts the second gather first, computes the weight's gradient meanwhile, and starts to average that
 before it needs the gathered weight: each collective runs while a matmul is computed.
@@ -30,7 +30,7 @@ class TraceableShards(ParallelStrategy):
     Attributes:
         weight: Its shape, how it is scaled, and the scales that the ranks agreed on.
         place: Where the shards are.
-        in_fp8: Whether it travels as FP8 codes.
+        in_fp8: Whether it is gathered as FP8 codes.
     """
 
     weight: Fp8Weight
@@ -49,7 +49,7 @@ class TraceableShards(ParallelStrategy):
         return with_bias(output, bias)
 
     def send(self, weight: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return the scales that every rank has already, None if there are none, and what this rank sends of its rows.
+        """Return scales known on all ranks, or None, and local data.
 
         Raises:
             RuntimeError: The weight is not the one that its scale was made for; on a GPU its scale and the first row of
@@ -84,7 +84,7 @@ class TraceableShards(ParallelStrategy):
         return scale_inv, self.place.start_gather(part)
 
     def finish(self, started: Any, record: bool) -> Quantized:
-        """Return the gathered weight as an operand; codes share the memory of what arrived."""
+        """Return the gathered weight as an operand; codes share memory."""
         scale_inv, gather = started
         arrived, shape = self.place.finish(gather), self.weight.region.full_shape
         fmt, tile = self.weight.grid.cast.fp8_format, self.weight.grid.tile

@@ -1,6 +1,6 @@
-"""Parameters of ordinary layers, gathered in high precision while the layer's forward runs.
+"""Parameters of ordinary layers, gathered in high precision during the forward.
 
-What the backward needs of them is left to autograd: a norm keeps its few numbers, an embedding none, and a linear layer
+Autograd saves the inputs of the backward: a norm keeps its few numbers, an embedding none, and a linear layer
 that was not converted its gathered weight.
 """
 
@@ -14,7 +14,7 @@ from fp8_torch_fsdp.traceable.placement import Placement, local_of, pad
 
 
 def gathered(parameter: torch.Tensor, place: Placement) -> torch.Tensor:
-    """Return the whole of a sharded parameter; its gradient is averaged over all ranks."""
+    """Return a whole sharded parameter; its gradient is averaged over ranks."""
     return _Gather.apply(local_of(parameter), parameter.shape[0], place)
 
 
@@ -35,7 +35,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_in_forward(module: Any, names: list[str], place: Placement) -> None:
-    """Make `module` see its sharded parameters `names` whole while its forward runs, and as they are otherwise."""
+    """Gather sharded parameters `names` of `module` during its forward only."""
     module.__class__ = _gathering(type(module), tuple(names))
     # False outside of the forward: state dicts, optimizers and repr see the shards.
     module.fp8_gathering, module.fp8_place = False, place
@@ -43,7 +43,7 @@ def gather_in_forward(module: Any, names: list[str], place: Placement) -> None:
 
 @cache
 def _gathering(cls: type, names: tuple[str, ...]) -> type:
-    """Return a subclass of `cls` whose parameters are gathered when they are read in the forward."""
+    """Return a subclass of `cls` that gathers parameters when read."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.fp8_gathering = True
@@ -52,7 +52,7 @@ def _gathering(cls: type, names: tuple[str, ...]) -> type:
         finally:
             self.fp8_gathering = False
 
-    # A property of the class comes before `nn.Module.__getattr__`, which is only asked for what is found nowhere else.
+    # A property of the class precedes `nn.Module.__getattr__`, which Python calls only for missing attributes.
     readers = {name: property(_reader(name)) for name in names}
     # Cached by class and names: layers of one kind have one class, and so one compiled graph.
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, **readers})

@@ -1,4 +1,4 @@
-"""`Placement`: how parameters lie on a mesh and how rows travel, cut by rows like FSDP2 does, padded to equal parts.
+"""`Placement`: row sharding of parameters on a mesh, padded like FSDP2's.
 
 The mesh has one dimension, or two for HSDP: copies first, shards last.
 """
@@ -16,12 +16,12 @@ from fp8_torch_fsdp._compat import collectives
 
 
 class Started(NamedTuple):
-    """A collective on its way.
+    """A collective in flight.
 
     Attributes:
-        result: What `Placement.finish` will return.
-        sent: What is sent. It must live until the end: gloo reads it in a thread of its own, and torch's tensors do not
-            bear that Python drops them meanwhile (https://github.com/pytorch/pytorch/issues/75529).
+        result: The result of `Placement.finish`.
+        sent: The tensor that is sent. It must live until the end: gloo reads it in a separate thread, and torch does
+            not support that Python drops it meanwhile (https://github.com/pytorch/pytorch/issues/75529).
     """
 
     result: torch.Tensor
@@ -66,7 +66,7 @@ class Placement:
         )
 
     def padded_rows(self, rows: int) -> int:
-        """Return the number of rows that every rank contributes to a gather of `rows`."""
+        """Return the rows that every rank contributes to a gather."""
         return -(-rows // self.size)
 
     def first_row(self, rows: int) -> int:
@@ -74,23 +74,29 @@ class Placement:
         return min(self.rank * self.padded_rows(rows), rows)
 
     def start_gather(self, padded: torch.Tensor) -> Started:
-        """Start to join contiguous parts [n, ...] of equal size; `finish` returns the whole [size * n, ...]."""
+        """Start a gather of equal contiguous parts [n, ...].
+
+        `finish` returns the whole [size * n, ...].
+        """
         alone = self.size == 1
         return Started(padded if alone else collectives.all_gather_into_tensor(padded, self.size, self.group), padded)
 
     def finish(self, started: Started) -> torch.Tensor:
-        """Wait for what was started."""
+        """Wait for the collective."""
         return started.result if self.size == 1 else collectives.wait_tensor(started.result)
 
     def start_average(self, whole: torch.Tensor) -> Started:
-        """Start to average the gradient [rows, ...] of a parameter, of which each rank gets its padded rows."""
+        """Start averaging a parameter's gradient [rows, ...].
+
+        Each rank gets its padded rows.
+        """
         padded = pad(whole, self.padded_rows(whole.shape[0]) * self.size).contiguous()
         alone = self.size == 1
         mine = padded if alone else collectives.reduce_scatter_tensor(padded, "avg", self.size, self.group)
         return Started(mine, padded)
 
     def finish_average(self, started: Started, rows: int) -> torch.Tensor:
-        """Return this rank's part of an averaged gradient of `rows` in all, without padding."""
+        """Return the local part of an averaged gradient, without padding."""
         part = self.finish(started)
         # All ranks have equally many summands, so the average of averages is the average.
         if self.copies is not None:
@@ -105,7 +111,7 @@ def pad(part: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def sharded(parameter: nn.Parameter, plain: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
-    """Return a parameter that holds this rank's rows of `plain`, as the DTensor that FSDP2 would make.
+    """Return a DTensor parameter of `plain`'s local rows, like FSDP2's.
 
     Raises:
         Fp8Error: A scalar, which has no rows.

@@ -1,4 +1,4 @@
-"""`fully_shard_traceable`: shards every parameter of a model and makes every layer gather its own."""
+"""`fully_shard_traceable`: shards a model's parameters; layers gather their own."""
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,14 @@ from fp8_torch_fsdp.traceable.placement import Placement, local_of, sharded
 
 
 def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -> nn.Module:
-    """Shard the parameters of `model` so that torch.compile captures their gathers. Call it once, on the root.
+    """Shard `model`'s parameters so that torch.compile captures their gathers.
 
-    Call it after `convert_to_float8_training` and before making the optimizer, in place of `fully_shard`. Parameters
-    become DTensors that hold this rank's rows, as FSDP2's do; gradients and state dicts follow. FP8 weights are
-    gathered as codes, others in the dtype they are stored in; FP8 layers gather again in the backward, so that no such
-    weight outlives its matmul. Gradients are averaged over all ranks in the dtype of the parameter.
+    Call it once, on the root.
+
+    Call it after `convert_to_float8_training` and before making the optimizer, instead of `fully_shard`. Parameters
+    become DTensors that hold this rank's rows, like FSDP2's; gradients and state dicts follow. FP8 weights are gathered
+    as codes, others in their stored dtype; FP8 layers gather again in the backward, so that no such weight outlives its
+    matmul. Gradients are averaged over all ranks in the dtype of the parameter.
 
     Args:
         model: The root, which must be the module that is called; on the meta device too.
@@ -38,7 +40,7 @@ def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -
 
     Raises:
         Fp8Error: A parameter that is distributed already or has no dimensions; an `nn.MultiheadAttention`, whose layers
-            are not called; or a mesh of three dimensions. All ranks see the same model and raise alike.
+            are not called; or a mesh of three dimensions. All ranks see the same model and raise the same error.
     """
     if mesh is None:
         device = next((p.device.type for p in model.parameters() if not p.is_meta), "cpu")
@@ -80,7 +82,7 @@ def _placed(layer: Float8Linear, name: str, place: Placement) -> Fp8Weight:
     rows, *columns = weight.shape
     return layer.fp8["weight"].weight.place(
         name,
-        # read anew each time: an assigning load exchanges the parameter
+        # read in each call: an assigning load replaces the parameter
         lambda: local_of(layer.weight).detach(),
         Region.along(0, place.first_row(rows), weight.shape),
         torch.Size((place.padded_rows(rows), *columns)),
