@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 import fp8_common
 import fp8_common.jax as f8j
 from fp8_common import CANONICAL, E4M3, E5M2, Fp8UnsupportedError
-from fp8_common.jax import _kernels, arrays, casts, compat, slices
+from fp8_common.jax import _kernels, casts, compat, numerics, slices
 from fp8_common.testing import assert_same_bits
 
 SHARDED, SCALE, SQUARE = PartitionSpec("data"), np.float32(3), (128, 128)
@@ -192,7 +192,7 @@ def test_results_vary_along_the_axes_of_their_operand(name, kernels, monkeypatch
 
     def function(x):
         for leaf in jax.tree.leaves(in_jax(name)(x)):
-            assert arrays.varying_axes(leaf) == {"data", "model"}
+            assert numerics.varying_axes(leaf) == {"data", "model"}
         return jnp.float32(0)
 
     typed(function, PartitionSpec("data", "model"))
@@ -203,7 +203,7 @@ def test_an_operand_of_its_own_on_each_device_makes_the_result_its_own(kernels, 
     select(monkeypatch, kernels)
 
     def function(x, scale):
-        assert arrays.varying_axes(f8j.quantize(x, scale[0, 0], "e4m3")) == {"data"}
+        assert numerics.varying_axes(f8j.quantize(x, scale[0, 0], "e4m3")) == {"data"}
         return jnp.float32(0)
 
     typed(function, PartitionSpec(), SHARDED)
@@ -218,12 +218,12 @@ def test_jax_refuses_to_call_the_amax_of_one_shard_that_of_all(kernels, monkeypa
 
 def test_types_that_tell_nothing_are_refused_in_shard_map(monkeypatch):
     """A newer JAX has renamed the attribute."""
-    assert arrays.varying_axes(jnp.ones(3)) == frozenset()
+    assert numerics.varying_axes(jnp.ones(3)) == frozenset()
     monkeypatch.setattr(compat.jax, "typeof", lambda x: object())
 
     def function(x):
         with pytest.raises(Fp8UnsupportedError, match="cannot run in shard_map"):
-            arrays.varying_axes(object())
+            numerics.varying_axes(object())
         return jnp.float32(0)
 
     typed(function, PartitionSpec())

@@ -1,4 +1,4 @@
-"""The rows of `fp8 certify` for JAX: the recipes of this package, bfloat16, and flax's own FP8 operations."""
+"""Rows of `fp8 certify` for JAX: own recipes, bfloat16, flax's operations."""
 
 import functools
 import importlib.util
@@ -26,7 +26,7 @@ LAST = (((2,), (0,)), ((), ()))
 
 
 def certificates(properties: Sequence[Property]) -> Iterator[tuple[str, Callable[[], Certificate]]]:
-    """Yield each row's name, and what makes its certificate."""
+    """Yield each row's name with a function for its certificate."""
     rows: dict[str, Callable[[], Subject]] = {"bf16": _bf16}
     rows |= {name: functools.partial(_own, name) for name in RECIPES}
     if importlib.util.find_spec("flax"):
@@ -40,13 +40,13 @@ def _weights(dtype: Any) -> dict[str, Any]:
 
 
 def _layers(dot: Callable[[str, Any], Any], x: Any) -> Any:
-    """Return the output of both layers, and what the first gave."""
+    """Return the output of both layers, and the first layer's."""
     up = dot("up", x)
     return dot("down", jax.nn.relu(up)), {"up": up}
 
 
 def _updated(variables: Any, after: Any) -> Any:
-    """Return the next variables; `after` holds gradients of parameters, and the next state."""
+    """Return next variables; `after` holds parameter gradients and next state."""
     return after | {"params": descend(variables["params"], after["params"])}
 
 

@@ -1,10 +1,10 @@
-"""What `fp8 doctor` says about this plugin."""
+"""Describe this plugin to `fp8 doctor`."""
 
 from fp8_common.plugin import Machine, PluginInfo
 
 
 def describe(machine: Machine) -> PluginInfo:
-    """Tell what this plugin will do on `machine` and why."""
+    """Return the plugin's capabilities on `machine`, with reasons."""
     blocks = machine.plugin_path("blockwise_1x128", "unavailable", "Recipes of JAX layers are tensorwise or rowwise.")
     mx = machine.plugin_path("mx", "unavailable", blocks.why)
     return PluginInfo(

@@ -1,4 +1,4 @@
-"""`fp8_all_gather`: sharded parameters gathered as FP8 codes, one byte per element, with one scale for all shards.
+"""`fp8_all_gather`: gathers sharded parameters as FP8 codes with one scale.
 
 The codes are gathered as uint8, because XLA on CPUs widens a float8 all-gather to 16 bits. The gradient goes back in
 the parameter's own dtype.
@@ -27,7 +27,7 @@ from fp8_jax_owg.state.in_loss import observation, scales_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Gather:
-    """What is static about a gather: the mesh axis of a `shard_map`, or the shardings before and after."""
+    """Static settings of a gather: mesh axis, or shardings before and after."""
 
     axis_name: str | tuple[str, ...] | None
     axis: int
@@ -52,7 +52,7 @@ class _Gather:
     def maximum(self, amax: jax.Array) -> jax.Array:
         """Return the amax of all shards."""
         if self.axis_name is None:
-            # Under automatic sharding it is that of the whole array already: the partitioner adds the all-reduce.
+            # Under automatic sharding it is the whole array's already: the partitioner adds the all-reduce.
             return amax
         # As integers: a MAX of floats may lose a NaN, and takes subnormals for zero where XLA flushes them.
         return from_bits(lax.pmax(float_key(amax), self.axis_name))
@@ -69,10 +69,12 @@ def fp8_all_gather(
     amax_history: jax.Array | None = None,
     scaling: ScalingChoice | None = None,
 ) -> Fp8Param:
-    """Cast a sharded parameter to E4M3 and gather it as one byte per element.
+    """Cast a sharded parameter to E4M3 and gather its codes.
 
-    Every device casts its shard with a scale that all share, so the result is bit for bit that of gathering first
-    and casting then. Inside a `shard_map` name the mesh axis; under automatic sharding give the sharding.
+    The gather sends one byte per element.
+
+    Every device casts its shard with a scale that all share, so the result equals gathering first and casting then, bit
+    for bit. Inside a `shard_map` name the mesh axis; under automatic sharding give the sharding.
 
     Args:
         x: float32, bfloat16 or float16: the shard, or (with `sharding`) the whole array.
@@ -81,7 +83,7 @@ def fp8_all_gather(
         sharding: How the array is sharded, for automatic sharding.
         gathered: How it is sharded afterwards; None is not at all.
         scale: float32 (1,), the stored `kernel_scale`, for delayed scaling.
-        amax_history: float32 (length,), the stored `kernel_amax_history`. Both observe, as those of a matmul do.
+        amax_history: float32 (length,), the stored `kernel_amax_history`. Scale and history observe, as in a matmul.
         scaling: The rule; None is `DelayedScaling()` with a history, else `CurrentScaling()`.
 
     Returns:
@@ -89,8 +91,8 @@ def fp8_all_gather(
         the shards in the dtype of `x`.
 
     Raises:
-        Fp8Error: Neither or both of `axis_name` and `sharding` are given, scale and history do not come together, or
-            scales per row were asked for.
+        Fp8Error: Neither or both of `axis_name` and `sharding` are given, scale and history are not given together, or
+            the scaling is row-wise.
     """
     if (axis_name is None) == (sharding is None):
         raise Fp8Error("fp8_all_gather needs axis_name inside a shard_map, or sharding under automatic sharding.")

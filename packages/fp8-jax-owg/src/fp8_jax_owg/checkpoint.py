@@ -1,7 +1,7 @@
 """`upgrade`: the variables of a model from checkpoints of another shape.
 
-Everything at rest is float32 arrays in plain trees, so orbax saves and restores it like any other variable. What
-needs help are checkpoints of another shape: without FP8 state, with another history length, with scales that multiply
+Stored state is float32 arrays in plain trees, so orbax saves and restores it like any other variable. The functions
+here convert checkpoints of another shape: without FP8 state, with another history length, with scales that multiply
 into FP8 (TransformerEngine), with values that were cast to bfloat16 or went to infinity.
 """
 
@@ -20,15 +20,15 @@ CONVENTIONS: tuple[ScaleConvention, ...] = typing.get_args(ScaleConvention)
 
 
 def upgrade(saved: Any, variables: Any, *, scales: ScaleConvention = "dequantize") -> Any:
-    """Return variables with the structure of `variables` and the values of a checkpoint.
+    """Return a checkpoint's values in the structure of `variables`.
 
-    Parameters come from the checkpoint, in the dtype of the model. Overwritten leaves that it lacks start as in
-    `variables`; histories keep their newest entries; scales and amax that are not finite start anew.
+    Parameters come from the checkpoint, in the dtype of the model. Overwritten leaves missing there are copied from
+    `variables`; histories keep their newest entries; scales and amax that are not finite are re-initialized.
 
     Args:
         saved: Tree from a checkpoint, with or without overwritten leaves.
-        variables: From the model's `init`: what is wanted, and the values of what is missing. Or its shapes, from
-            `jax.eval_shape`; what is missing of the FP8 state then starts with scale 1 and history 0.
+        variables: From the model's `init`: the target structure, and the values of missing leaves. Or its shapes, from
+            `jax.eval_shape`; missing FP8 state then starts with scale 1 and history 0.
         scales: "dequantize" if stored scales go back from FP8 (flax and this package), "quantize" if they multiply
             into FP8 (TransformerEngine's `scale`).
 
@@ -51,7 +51,9 @@ def upgrade(saved: Any, variables: Any, *, scales: ScaleConvention = "dequantize
 
 
 def resize_history(history: jax.Array, length: int) -> jax.Array:
-    """Return amax histories of another length, the newest entries kept, zeros for what is not known.
+    """Return amax histories of another length.
+
+    The newest entries are kept; unknown ones are zero.
 
     Args:
         history: float32 [..., L]; slot 0 is the newest, the last slot the one before, slot 1 the oldest.
@@ -87,6 +89,6 @@ def _take_overwritten(name: tuple[str, ...], found: Any, wanted: Any, scales: Sc
     if not is_scale:
         return resize_history(jnp.where(jnp.isfinite(value), value, jnp.float32(0)), wanted.shape[-1])
     value = value.reshape(wanted.shape)
-    # TransformerEngine's `scale` goes into FP8. Its reciprocal is rounded once, as that of every scale here.
+    # TransformerEngine's `scale` goes into FP8. Its reciprocal is rounded once, like every scale here.
     inverse = value if scales == "dequantize" else reciprocal(value)
     return jnp.where(jnp.isfinite(inverse) & (inverse > 0), inverse, wanted)

@@ -1,7 +1,7 @@
-"""Checks that a program runs in FP8: of the matmuls that JAX traced, and the collectives that XLA compiled.
+"""Check traced matmuls for FP8 operands, and compiled programs for FP8 collectives.
 
-Layers fall back to wider matmuls and gathers without a word when a rule misses a layer or a compiler moves a cast.
-These functions look, raise, and return what they saw.
+Layers silently fall back to matmuls and gathers in higher precision when a rule misses a layer or a compiler moves a
+cast. These functions inspect a program, raise, and return their findings.
 """
 
 import math
@@ -23,7 +23,7 @@ _COLLECTIVE = re.compile(r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|redu
 
 
 class Dot(NamedTuple):
-    """A product that was traced.
+    """A traced matmul.
 
     Attributes:
         primitive: "dot_general", "ragged_dot_general" or "conv_general_dilated".
@@ -38,13 +38,13 @@ class Dot(NamedTuple):
     result: np.dtype
 
     def __str__(self) -> str:
-        """Return the product in words."""
+        """Return a description of the matmul."""
         (a, b), (m, n) = self.operands, self.shapes
         return f"{self.primitive} of {a}{m} and {b}{n}"
 
     @property
     def is_fp8(self) -> bool:
-        """Whether both operands are in an FP8 format."""
+        """True if both operands are in an FP8 format."""
         return FLOAT8.issuperset(self.operands)
 
 
@@ -69,10 +69,12 @@ class Collective(NamedTuple):
 
 
 def find_dots(fn: Callable[..., Any], *args: Any) -> list[Dot]:
-    """Trace `fn(*args)` and return its products, those of loops and branches once each.
+    """Trace `fn(*args)` and return its matmuls.
+
+    Matmuls in loops and branches are listed once each.
 
     Args:
-        fn: Any traceable function; pass the gradient of a loss to see the backward products too.
+        fn: Any traceable function; pass the gradient of a loss to include the backward matmuls.
         *args: Its arguments; `jax.ShapeDtypeStruct` will do.
     """
     found = []
@@ -84,19 +86,19 @@ def find_dots(fn: Callable[..., Any], *args: Any) -> list[Dot]:
 
 
 def assert_fp8_dots(fn: Callable[..., Any], *args: Any, others: int = 0) -> list[Dot]:
-    """Check that the products of `fn(*args)` have FP8 operands, and return all of them.
+    """Check that `fn(*args)` has FP8 matmuls; return all matmuls.
 
     Args:
         fn: As in `find_dots`.
         *args: As in `find_dots`.
-        others: How many products in a wider dtype are meant, such as those of attention scores.
+        others: Expected number of matmuls in another dtype, such as attention scores.
 
     Raises:
-        Fp8Error: No product is in FP8, or another number of products than `others` is not; the message lists these.
+        Fp8Error: No matmul is in FP8, or another number of matmuls than `others` is not; the message lists these.
     """
     dots = find_dots(fn, *args)
     wide = [dot for dot in dots if not dot.is_fp8]
-    # The second part refuses a function in which no product was found at all, also with others=0.
+    # The second condition raises for a function without any matmul, also with others=0.
     if len(wide) != others or len(wide) == len(dots):
         listing = "; ".join(map(str, wide))
         raise Fp8Error(
@@ -110,12 +112,12 @@ def find_collectives(compiled: Any) -> list[Collective]:
     """Return the collectives of a compiled program that move data.
 
     Args:
-        compiled: What `jax.jit(f).lower(...).compile()` returned, or its text.
+        compiled: Result of `jax.jit(f).lower(...).compile()`, or its text.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     found = []
     for match in _COLLECTIVE.finditer(text):
-        # An asynchronous gather has a tuple as result, its operand in it: the largest array is what arrives.
+        # An asynchronous gather has a tuple as result, its operand in it: the largest array is the gathered one.
         largest: dict[str, int] = {}
         for dtype, dims in _SHAPE.findall(match["result"]):
             largest[dtype] = max(largest.get(dtype, 0), math.prod(int(n) for n in dims.split(",") if n))
@@ -124,11 +126,13 @@ def find_collectives(compiled: Any) -> list[Collective]:
 
 
 def assert_fp8_collectives(compiled: Any, *, allow_elements: int = 0) -> list[Collective]:
-    """Check that a compiled program gathers in 8 bits and reduces in at least 16, and return its collectives.
+    """Check a compiled program's collectives, and return them.
+
+    Gathers must have 8 bits, reductions at least 16.
 
     Args:
         compiled: As in `find_collectives`.
-        allow_elements: Wider all-gathers of up to this many elements are meant, such as those of biases.
+        allow_elements: Maximum number of elements of all-gathers in other dtypes, such as biases.
 
     Raises:
         Fp8Error: There is no 8-bit all-gather, a wider one of more elements, or a reduction in 8 bits.

@@ -1,4 +1,4 @@
-"""Checks of the call that takes a derivative: a warning at the user's line, once in each call; and what is refused."""
+"""Checks of derivatives: warnings at the user's line, errors for unsupported ones."""
 
 import inspect
 import warnings
@@ -38,8 +38,8 @@ def check_derivative(warning: str = "", category: type[Warning] = UserWarning) -
     if not warning or user is None:
         return
     if transform is not None:
-        # A key beside the variables of a frame stays as long as the call runs. Python's own record of warnings does
-        # not do: JAX changes the filters while it traces, which clears it.
+        # A key added to the variables of a frame exists as long as the call runs. Python's own record of warnings is no
+        # alternative: JAX changes the filters while it traces, which clears it.
         said = transform.f_locals.setdefault("warnings of fp8_jax_owg", set())
         if warning in said:
             return
@@ -49,7 +49,7 @@ def check_derivative(warning: str = "", category: type[Warning] = UserWarning) -
 
 
 def refuse_second_order(primals: Any, tangents: Any, **params: Any) -> NoReturn:
-    """Be the rule of forward derivatives of what runs in derivatives alone; `params` are those of a primitive.
+    """JVP rule that always raises; `params` are a primitive's.
 
     Raises:
         Fp8UnsupportedError: Always.

@@ -1,7 +1,7 @@
 """`value_and_grad` and `grad`: ordinary gradients for parameters, observations for state.
 
 Pairs become live and all state is shared at the top of the loss, once. So a layer that is called several times, under
-whatever transform, combines what it observes by MAX.
+any transform, combines its observations by MAX.
 """
 
 import functools
@@ -37,10 +37,12 @@ _log = logging.getLogger(__name__)
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """Return a function that computes `fun` and its gradient, which holds observations where leaves are overwritten.
+    """Return a function that computes `fun` and its gradient.
 
-    `fp8_jax_owg.apply_updates` makes the next state of them; `accumulate`, `pmean` and `psum` combine those of several
-    micro-batches and devices by MAX. Whatever combines them otherwise makes the next state NaN.
+    The gradient holds observations where leaves are overwritten.
+
+    `fp8_jax_owg.apply_updates` makes the next state of them; `accumulate`, `pmean` and `psum` combine several
+    micro-batches and devices by MAX. Any other combination makes the next state NaN.
 
     Args:
         fun: The loss, as for `jax.value_and_grad`. A loss that JAX cannot differentiate because of how it slices,
@@ -62,8 +64,7 @@ def value_and_grad(
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         attempt = functools.partial(_differentiate, fun, argnums, has_aux, args, kwargs)
         try:
-            # Where this fails, `fun` is called a second time below: what it does besides computing, such as printing,
-            # happens twice.
+            # If this fails, `fun` is called a second time below: its side effects, such as printing, happen twice.
             return attempt(moves=False)
         except Exception as error:
             if isinstance(error, Fp8Error) or not any(owg_flags((args, kwargs))):
@@ -76,7 +77,7 @@ def value_and_grad(
         except Fp8Error:
             raise
         except Exception as again:
-            # the second is what JAX says of an eager array
+            # the second is JAX's type of an eager array
             if any(word in str(one) for one in (failed, again) for word in (repr(fp8_state), "abstract method")):
                 raise Fp8Error(COMPUTES_WITH_STATE) from failed
             failed.add_note(f"If this is about FP8 state: {COMPUTES_WITH_STATE}")
@@ -86,7 +87,7 @@ def value_and_grad(
 
 
 def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """Return a function that computes the gradient of `fun`; arguments and errors are those of `value_and_grad`.
+    """Return a function for the gradient of `fun`; see `value_and_grad`.
 
     With `has_aux` it returns (gradient, aux).
     """
@@ -94,7 +95,7 @@ def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: boo
 
 
 def share_state(tree: Any) -> Any:
-    """Return variables whose state several uses may share, as in a loss of `value_and_grad`; parameters stay.
+    """Return variables with shared state, as in a `value_and_grad` loss.
 
     For a loop under plain `jax.grad`: call it before the loop.
 
@@ -109,7 +110,7 @@ def share_state(tree: Any) -> Any:
 
 
 def gradient_of(both: Callable[..., tuple[Any, Any]], has_aux: bool) -> Callable[..., Any]:
-    """Return a function like `both`, that computes value and gradient, without the value; (gradient, aux) with aux."""
+    """Return `both` without the value: gradient, or (gradient, aux)."""
 
     @functools.wraps(both)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -129,7 +130,7 @@ def _differentiate(
     moves: bool,
 ) -> tuple[Any, Any]:
     asked = (argnums,) if isinstance(argnums, int) else argnums
-    # negative numbers count from the last argument; JAX says so if one is out of range
+    # negative numbers count from the last argument; JAX raises if one is out of range
     numbers = [number + len(args) if -len(args) <= number < 0 else number for number in asked]
     chosen = [args[number] for number in numbers]
     leaves, structure = jax.tree.flatten(chosen)
@@ -139,7 +140,7 @@ def _differentiate(
         leaves[i] = leaf
     found = [place for place in find_pairs(chosen) if is_at_rest(take(leaves, place))]
     pairs = [take(leaves, place) for place in found]
-    # histories are constants of the loss, and the gradient of a pair is that of its live leaf
+    # histories are constants of the loss, and the gradient of a pair is its live leaf's
     constants = {place.history: leaves[place.history] for place in found}
     shared = [i for i in state if i not in constants]
     entered = [None if i in constants else leaf for i, leaf in enumerate(leaves)]
@@ -169,7 +170,7 @@ def _differentiate(
         return value, gradients
 
     if any(getattr(jax.config, flag) for flag in ("jax_debug_nans", "jax_debug_infs")):
-        # they look at what eager operations return, of our dtype too
+        # they read the results of eager operations, of our dtype too
         flat, rebuild = arrays_alone(both)
         value, gradients = rebuild(jax.jit(flat)(entered))
     else:
@@ -179,23 +180,26 @@ def _differentiate(
 
 
 def _at_rest(aux: Any) -> Any:
-    """Return what a loss returns beside its value with shared leaves as float32, and live leaves as stored scales."""
+    """Return a loss's auxiliary output with shared leaves as float32.
+
+    Live leaves become stored scales.
+    """
     leaves, structure = jax.tree.flatten(aux)
     if not any(map(is_shared, leaves)):
-        return aux  # what holds none is handed on as the same object
+        return aux  # a tree without shared leaves is returned as the same object
     values = [stored_scale(x)[..., None] if is_state(x) else unshare_leaf(x) if is_shared(x) else x for x in leaves]
     return structure.unflatten(values)
 
 
 def _adopt_mapping(state: list[Any], others: Any) -> list[Any]:
-    """Return state that `vmap` maps wherever it maps one of the other arguments.
+    """Return state that `vmap` maps like any other argument.
 
-    `vmap(grad(loss))` of examples that start from one state asks for a next state of each. Without this the state is
+    `vmap(grad(loss))` over examples that start from one state needs a next state for each. Without this the state is
     the same for all examples inside, as in `grad` of a `vmap`, where they share their next state.
     """
     # Only traced values can be mapped.
     traced = [leaf for leaf in jax.tree.leaves(others) if isinstance(leaf, jax.core.Tracer)]
-    # JAX differentiates no `custom_vmap`, and says so without a word about the gradient
+    # JAX does not differentiate `custom_vmap`, and its error does not mention the gradient
     return _mapped_as(*first_order_only((state, traced))) if traced and state else state
 
 
@@ -211,19 +215,22 @@ def _(size: int, batched: Any, state: list[Any], others: list[Any]) -> tuple[lis
         x if is_mapped or not mapped else jnp.broadcast_to(x, (size, *x.shape))
         for x, is_mapped in zip(state, batched[0], strict=True)
     ]
-    # further levels of vmap see what is left of the others: one example of each
+    # further levels of vmap map the remaining dimensions: one example of each
     left = [jnp.moveaxis(x, 0, -1)[..., 0] if is_mapped else x for x, is_mapped in zip(others, batched[1], strict=True)]
-    # Called again for a `vmap` around this one, which may map what this one does not.
+    # Called again for an outer `vmap`, which may map other arguments.
     return _mapped_as(each, left), [mapped] * len(each)
 
 
 def refuse_layers_of_flax(error: Exception) -> None:
-    """Raise if JAX failed because flax's own FP8 operations, or those of praxis, which call these, read live state."""
+    """Raise if flax's or praxis's FP8 operations read live state.
+
+    praxis calls the operations of flax.
+    """
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     if repr(fp8_state) in str(error) and any(f.f_globals.get("__name__") == "flax.linen.fp8_ops" for f in frames):
         raise Fp8Error(
             "flax's own FP8 operations cannot read state inside of fp8_jax_owg.value_and_grad and of this package's "
-            "pipelines. Use the operations of fp8_jax_owg.linen (Fp8DirectDotGeneralOp, Fp8Einsum), which have the same "
-            "variables under the same names, or with fp8_jax_owg.fp8_einsum, in_qdq and out_qdq; or differentiate such a model by "
-            "jax.value_and_grad."
+            "pipelines. Use the operations of fp8_jax_owg.linen (Fp8DirectDotGeneralOp, Fp8Einsum), with the same "
+            "variables under the same names, or fp8_jax_owg.fp8_einsum, in_qdq and out_qdq; or differentiate such a "
+            "model with jax.value_and_grad."
         ) from error

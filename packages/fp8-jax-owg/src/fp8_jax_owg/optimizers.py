@@ -1,7 +1,7 @@
-"""optax for variables with state: optimizers that never see it, and one step for several micro-batches.
+"""optax for variables with state: bypass of overwritten leaves, and MultiSteps.
 
 Weight decay, moments, norms and factored statistics would all be wrong for a value that is replaced, and their state
-would waste memory. The wrappers give state past the optimizer: `updates` holds what was observed and goes to
+would waste memory. The wrappers bypass the optimizer for state: `updates` holds the observations and goes to
 `fp8_jax_owg.apply_updates`, not to `optax.apply_updates`, which adds.
 """
 
@@ -27,15 +27,17 @@ __all__ = ["MultiSteps", "MultiStepsState", "bypass_owg"]
 def bypass_owg(
     inner: optax.GradientTransformation, trained: Sequence[str] | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that trains parameters with `inner` and passes overwritten leaves by, unchanged.
+    """Return an optimizer of parameters that passes overwritten leaves unchanged.
 
-    Put it outermost: around chains with clipping, weight decay, masks and partitions. Where there are overwritten
+    `inner` trains the parameters.
+
+    Put it outermost: around chains with clipping, weight decay, masks and partitions. With overwritten
     leaves and collections that are not trained, `inner` sees None.
 
     Args:
         inner: Any optax optimizer.
-        trained: Collections of Linen variables that are trained, such as `("params",)`; updates of others are zero.
-            None trains all that is not overwritten.
+        trained: Collections of Linen variables that are trained, such as `("params",)`; updates of other collections
+            are zero. None trains everything that is not overwritten.
 
     Raises:
         Fp8Error: It is an `optax.MultiSteps`, between whose steps histories would roll. When it is initialized: the
@@ -53,7 +55,7 @@ def bypass_owg(
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         parameters, overwritten, rest = _parts(updates, trained)
-        # optax lets callers leave params out, for optimizers that do not look at them: of None it is None
+        # optax allows params to be omitted for optimizers that do not read them: of None it is None
         changes, state = optimizer.update(parameters, state, _parts(params, trained)[0], **extra)
         return merge(merge(changes, overwritten), jax.tree.map(jnp.zeros_like, rest)), state
 
@@ -61,16 +63,19 @@ def bypass_owg(
 
 
 def _parts(tree: Any, trained: Sequence[str] | None) -> tuple[Any, Any, Any]:
-    """Return what is trained, what is overwritten and the rest: the tree three times, each with None elsewhere."""
+    """Return trained, overwritten and other leaves as three trees.
+
+    Each has None elsewhere.
+    """
     parameters, overwritten = split(tree)
     if not is_variables(tree):
         return parameters, overwritten, jax.tree.map(lambda _: None, parameters)
     chosen = [name for name in tree if jax.tree.leaves(parameters[name])] if trained is None else trained
     if trained is None and (others := [name for name in chosen if name != "params"]):
         raise Fp8Error(
-            f"The optimizer got {', '.join(map(repr, others))} in addition to 'params'. Moments and weight decay are wrong for "
-            "batch statistics and caches: pass trained=('params',), and the others keep their values; or name in "
-            "trained all collections that are trained."
+            f"The optimizer got {', '.join(map(repr, others))} in addition to 'params'. Moments and weight decay are "
+            "wrong for batch statistics and caches: pass trained=('params',), and the others keep their values; or "
+            "name in trained all collections that are trained."
         )
     is_trained = jax.tree_util.tree_map_with_path(lambda path, _: path[0].key in chosen, parameters)
     part = lambda wanted: jax.tree.map(lambda flag, x: x if flag is wanted else None, is_trained, parameters)  # noqa: E731
@@ -78,7 +83,10 @@ def _parts(tree: Any, trained: Sequence[str] | None) -> tuple[Any, Any, Any]:
 
 
 def is_variables(tree: Any) -> bool:
-    """Whether a tree is the variables of a Linen model: a dictionary of collections, `params` among them."""
+    """Return whether a tree is a Linen model's variables.
+
+    These are a dictionary of collections, `params` among them.
+    """
     return (isinstance(tree, dict) or hasattr(tree, "unfreeze")) and "params" in tree
 
 
@@ -87,7 +95,7 @@ class MultiStepsState(NamedTuple):
 
     Attributes:
         parameters: State of `optax.MultiSteps`.
-        overwritten: MAX of what was observed since the last step; None at parameters.
+        overwritten: MAX of the observations since the last step; None at parameters.
     """
 
     parameters: optax.MultiStepsState
@@ -128,7 +136,7 @@ class MultiSteps:
         return MultiStepsState(self._parameters.init(parameters), split(init_accumulator(params))[1])
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, MultiStepsState]:
-        """Return the updates, zero unless a step is due, and the next state."""
+        """Return updates, zero unless a step is due, and next state."""
         parameters, overwritten, rest = _parts(updates, self.trained)
         # optax divides floats by its integer counter
         with jax.numpy_dtype_promotion("standard"):
@@ -143,7 +151,7 @@ class MultiSteps:
         return merge(changes, emitted), MultiStepsState(inner, kept)
 
     def has_updated(self, state: MultiStepsState) -> jax.Array:
-        """Whether the last update was a step of the optimizer."""
+        """Return whether the last update was a step of the optimizer."""
         return jnp.asarray(self._parameters.has_updated(state.parameters))
 
     def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:

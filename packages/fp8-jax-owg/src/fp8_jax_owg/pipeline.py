@@ -1,12 +1,12 @@
-"""Pipelines of stacked stages: vmap over stages, scan over time, a roll that hands on activations.
+"""Pipelines of stacked stages: vmap over stages, scan over time.
 
-`vmap` over a stage axis that is sharded is what compilers turn into stages on devices of their own, and the roll into
-a permutation between neighbours (Xu et al., GSPMD, arXiv:2105.04663, section 3.3). In a circular pipeline every stage
-holds several groups of layers, and a microbatch goes round several times.
+Compilers turn `vmap` over a sharded stage axis into stages on separate devices, and the roll into a permutation between
+neighbors (Xu et al., GSPMD, arXiv:2105.04663, section 3.3). In a circular pipeline every stage holds several groups of
+layers, and a microbatch passes several times.
 
-At time t, stage s works on item w = t - s: microbatch w % M in round w // M. Where there is no such item - a bubble -
-the stage computes on a constant, and `gate` keeps out whatever comes of it: observations, and gradients of parameters
-too, so that not even NaN leaves a bubble. Overwritten leaves are shared once, outside of the scan.
+At time t, stage s works on item w = t - s: microbatch w % M in round w // M. Without such an item - a bubble - the
+stage computes on a constant, and `gate` drops the results: observations, and gradients of parameters too, so that not
+even NaN leaves a bubble. Overwritten leaves are shared once, outside of the scan.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ from fp8_jax_owg.state.pairs import owg_flags
 from fp8_jax_owg.state.share import gate, share, unshare
 
 BUBBLE = 0.0
-"""What stages without work compute on."""
+"""Inputs of stages without work."""
 Stage = Callable[..., Any]
 """`stage(variables, activations, key, *broadcast)` returns activations of the same shapes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Which stage works on what, and when.
+    """Schedule: the item of each stage at each time.
 
     Attributes:
         stages: Number of stages.
@@ -47,7 +47,7 @@ class Schedule:
     rounds: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse numbers below 1."""
+        """Raise for numbers below 1."""
         for name in ("stages", "microbatches", "rounds"):
             number = getattr(self, name)
             if type(number) is not int or number < 1:
@@ -55,7 +55,7 @@ class Schedule:
 
     @property
     def period(self) -> int:
-        """Time between two rounds of one microbatch; at least one walk through all stages."""
+        """Time between rounds of a microbatch, at least the stage count."""
         return self.microbatches if self.rounds == 1 else max(self.microbatches, self.stages)
 
     @property
@@ -64,7 +64,7 @@ class Schedule:
         return self.period * self.rounds + self.stages - 1
 
     def work(self, time: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return, for each stage: whether it works on an item, the item's round, the item's number; [stages]."""
+        """Return each stage's activity, round and item number; all [stages]."""
         item = time - jnp.arange(self.stages)
         in_time = (item >= 0) & (item < self.period * self.rounds)
         valid = in_time & (item % self.period < self.microbatches)
@@ -73,7 +73,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineOptions:
-    """How stages run.
+    """Settings of the stages' execution.
 
     Attributes:
         remat: Recompute a stage's activations in the backward.
@@ -89,7 +89,7 @@ class PipelineOptions:
 
 
 class Batch(NamedTuple):
-    """How the inputs of a pipeline are divided into microbatches.
+    """Division of a pipeline's inputs into microbatches.
 
     Attributes:
         microbatches: Number of microbatches.
@@ -100,11 +100,13 @@ class Batch(NamedTuple):
     is_split: bool
 
     def split(self, tree: Any, what: str) -> Any:
-        """Return a tree with leaves [microbatches, ...]; of [batch, ...] microbatch m has the rows m, m + number, ...
+        """Return a tree with leaves [microbatches, ...].
+
+        Of [batch, ...], microbatch m has the rows m, m + number, ...
 
         Args:
             tree: Inputs.
-            what: What they are, for errors.
+            what: Name of the inputs in errors.
 
         Raises:
             Fp8Error: Leaves have another leading length, or a batch that does not divide into this number.
@@ -118,7 +120,7 @@ class Batch(NamedTuple):
                     f"{what} of this pipeline must have shapes [batch, ...] with a batch that divides into "
                     f"{self.microbatches} microbatches, got {jnp.shape(leaf)}."
                 )
-        # Rows of a microbatch lie apart, because a sharded batch would else shard the number of microbatches.
+        # Rows of a microbatch are strided, because a sharded batch would otherwise shard the number of microbatches.
         return jax.tree.map(lambda x: x.reshape(-1, self.microbatches, *x.shape[1:]).swapaxes(0, 1), tree)
 
     def join(self, tree: Any) -> Any:
@@ -153,7 +155,7 @@ def batch_of(x: Any, microbatches: int | None, size: int | None) -> Batch:
 
 
 def divide(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Return the arrays of broadcast inputs that have a leading axis, and a function that puts others in their places.
+    """Return broadcast arrays with a leading axis, and a setter.
 
     Python values and scalars are the same for all microbatches, and need not be arrays.
     """
@@ -181,19 +183,19 @@ def pipeline(
     """Run microbatches through stages; equal to running them one after the other.
 
     Args:
-        stage: What one stage computes.
-        variables: Tree with leaves [stages, ...], or [rounds, stages, ...] if there are several rounds. Overwritten
-            leaves are those with marks, and those that are shared already.
+        stage: Function of one stage.
+        variables: Tree with leaves [stages, ...], or [rounds, stages, ...] for several rounds. Overwritten leaves are
+            marked, or shared already.
         x: Tree of activations, leaves [microbatches, ...].
         schedule: The numbers.
         options: How stages run.
-        key: For stages that need random numbers; each gets one of its own for each microbatch and round.
-        broadcast: Further inputs of every stage, leaves [microbatches, ...]; a stage gets those of its microbatch.
+        key: For stages that need random numbers; each microbatch and round of a stage gets a separate key.
+        broadcast: Further inputs of every stage, leaves [microbatches, ...]; a stage gets its microbatch's.
         sows: Whether stages return (activations, anything).
 
     Returns:
-        What the last stage returned in the last round, leaves [microbatches, ...]. With `sows` also what else every
-        stage returned for every microbatch, leaves [stages, microbatches, ...] or [rounds, stages, microbatches, ...].
+        Outputs of the last stage in the last round, leaves [microbatches, ...]. With `sows` also the other outputs of
+        every stage for every microbatch, leaves [stages, microbatches, ...] or [rounds, stages, microbatches, ...].
 
     Raises:
         Fp8Error: A leaf of `x` or `variables` has another leading length.
@@ -205,7 +207,7 @@ def pipeline(
     refuse_explicit_axes("A pipeline", (x, variables, broadcast))
     leaves, structure = jax.tree.flatten(variables)
     flags = [flag or is_shared(x) for flag, x in zip(owg_flags(variables), leaves, strict=True)]
-    # shared with its names, which tell pairs; None stands for parameters
+    # shared with its names, which identify pairs; None at parameters
     named = structure.unflatten([leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)])
     state = jax.tree.leaves(share(named))
     parameters = [leaf for leaf, flag in zip(leaves, flags, strict=True) if not flag]
@@ -218,7 +220,7 @@ def pipeline(
     def iteration(carry: tuple[Any, Any], time: jax.Array) -> tuple[tuple[Any, Any], Any]:
         activations, stored = carry
         valid, rounds, items = schedule.work(time)
-        # The roll has brought the last stage's result to the first: what enters now takes its place.
+        # The roll has moved the last stage's result to the first: the new input replaces it.
         activations = jax.tree.map(lambda h, first: h.at[0].set(first), activations, _first(x, stored, time, schedule))
         activations = jax.tree.map(functools.partial(_fill, valid=valid), activations)
         chosen = (
@@ -244,10 +246,10 @@ def pipeline(
 
 
 def refuse_changes(before: set[int], after: Any) -> None:
-    """Raise if variables of a stage hold other values after it was called than before, told by their identities.
+    """Raise if a stage changed its variables, compared by identity.
 
     Args:
-        before: The identities of what it was given, while it is traced.
+        before: Identities of the stage's variables while it is traced.
         after: The variables that it has left, or some of them.
 
     Raises:
@@ -256,8 +258,8 @@ def refuse_changes(before: set[int], after: Any) -> None:
     left = jax.tree_util.tree_leaves_with_path(after)
     if changed := [jax.tree_util.keystr(path) for path, leaf in left if id(leaf) not in before]:
         raise Fp8UnsupportedError(
-            f"A pipeline does not keep variables that its stages change or sow, here {', '.join(changed)}. Move the layer out of "
-            "the stage, use a stateless one (LayerNorm), make it deterministic, or leave mutable= out of "
+            f"A pipeline does not keep variables that its stages change or sow, here {', '.join(changed)}. Move the "
+            "layer out of the stage, use a stateless one (LayerNorm), make it deterministic, or leave mutable= out of "
             "apply. If a stage of Linen sows it, name its collection in sown_collections."
         )
 
@@ -298,8 +300,11 @@ def _keys(key: jax.Array | None, items: jax.Array) -> jax.Array | None:
 
 
 def _first(x: Any, stored: Any, time: jax.Array, schedule: Schedule) -> Any:
-    """Return what enters the first stage: a microbatch in the first round, what came back in later ones."""
-    # A period may be longer than the microbatches are many: what enters then is no item, and `_fill` replaces it.
+    """Return the first stage's input: a microbatch, or a returning result.
+
+    Results return from the last stage in later rounds.
+    """
+    # A period may exceed the number of microbatches: the input is no item then, and `_fill` replaces it.
     index = jnp.minimum(time % schedule.period, schedule.microbatches - 1)
     fresh = jax.tree.map(lambda h: lax.dynamic_index_in_dim(h, index, 0, keepdims=False), x)
     if stored is None:
@@ -309,29 +314,41 @@ def _first(x: Any, stored: Any, time: jax.Array, schedule: Schedule) -> Any:
 
 
 def _store(stored: Any, last: Any, time: jax.Array, schedule: Schedule) -> Any:
-    """Keep what left the last stage until its next round; what bubbles leave is overwritten before it is read."""
+    """Store the last stage's output for its next round.
+
+    Outputs of bubbles are overwritten before they are read.
+    """
     if stored is None:
         return None
-    # What leaves the last stage now is item time - (stages - 1), which entered at that time. One period later `_first`
-    # looks for it at the same place.
+    # The last stage's current output is item time - (stages - 1), which entered at that time. One period later `_first`
+    # reads it at the same place.
     place = (time - (schedule.stages - 1)) % schedule.period
     return jax.tree.map(lambda s, h: lax.dynamic_update_index_in_dim(s, h, place, 0), stored, last)
 
 
 def _choose(leaf: jax.Array, rounds: jax.Array, schedule: Schedule) -> jax.Array:
-    """Return each stage's variables of its present round: [rounds, stages, ...] -> [stages, ...]."""
+    """Return the stages' variables in this round.
+
+    [rounds, stages, ...] -> [stages, ...].
+    """
     if schedule.rounds == 1:
         return leaf
     return jax.vmap(lambda a, r: lax.dynamic_index_in_dim(a, r, 0, keepdims=False), in_axes=(1, 0))(leaf, rounds)
 
 
 def _at(leaf: jax.Array, *, numbers: jax.Array) -> jax.Array:
-    """Return each stage's microbatch of an input of all stages: [microbatches, ...] -> [stages, ...]."""
+    """Return the stages' microbatches of a broadcast input.
+
+    [microbatches, ...] -> [stages, ...].
+    """
     return jax.vmap(lambda i: lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False))(numbers)
 
 
 def _of_items(leaf: jax.Array, *, schedule: Schedule) -> jax.Array:
-    """Return what stages returned for items, without bubbles: [iterations, stages, ...] -> [rounds, stages, ...]."""
+    """Return stage outputs for items, without bubbles.
+
+    [iterations, stages, ...] -> [rounds, stages, ...].
+    """
     rounds, stages, numbers = np.ogrid[: schedule.rounds, : schedule.stages, : schedule.microbatches]
     found = leaf[rounds * schedule.period + numbers + stages, stages]
     return found if schedule.rounds > 1 else found[0]

@@ -1,4 +1,4 @@
-"""`report`: the state of delayed scaling as a table, and the signs of a SUM where a MAX belongs."""
+"""`report`: table of delayed-scaling state, with signs of wrong SUMs."""
 
 import dataclasses
 import logging
@@ -20,7 +20,9 @@ SHOWN = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TensorReport:
-    """The state of one tensor of one product (of one stage or expert, where states are stacked).
+    """Delayed-scaling state of one tensor of one matmul.
+
+    Of one stage or expert, if states are stacked.
 
     Attributes:
         name: Place in the tree, with the index of stacked states.
@@ -31,7 +33,7 @@ class TensorReport:
         saturated: Whether the last step clipped values by more than rounding moves values of this size.
         observed: Whether anything was ever recorded.
         stale: Whether nothing was recorded since `previous`; None without it.
-        suspicion: What looks wrong; empty if nothing does.
+        suspicion: The problem found; empty if none.
     """
 
     name: str
@@ -82,7 +84,7 @@ def report(variables: Any, previous: Any = None) -> OwgReport:
 
 
 def log_conversion(logger: logging.Logger, decided: Mapping[str, str]) -> None:
-    """Log which layers were converted, as a warning, because nobody sees logging.INFO.
+    """Log the converted layers, as a warning to be visible.
 
     Args:
         logger: Of the module that converts.
@@ -97,7 +99,7 @@ def log_conversion(logger: logging.Logger, decided: Mapping[str, str]) -> None:
 
 
 def _pairs(tree: Any) -> Iterator[tuple[str, Pair]]:
-    """Yield name, scale [1] and history [L] of every tensor, stacked ones one by one."""
+    """Yield name, scale [1] and history [L] of each tensor, unstacked."""
     leaves, names = jax.tree.leaves(tree), names_of(tree)
     for place in find_pairs(tree):
         scale, history = map(np.asarray, take(leaves, place))
@@ -131,7 +133,7 @@ def _entry(name: str, pair: Pair, before: Pair | None) -> TensorReport:
 
 def _suspicion(pair: Pair, before: Pair | None) -> str:
     scale, history = pair
-    # the first that holds is told
+    # only the first matching problem is reported
     if not (np.isfinite(history).all() and np.isfinite(scale).all()):
         return (
             "not finite: what uses, micro-batches or devices observed was added up, averaged, scaled or clipped "
@@ -140,7 +142,7 @@ def _suspicion(pair: Pair, before: Pair | None) -> str:
         )
     if (scale < 0).any():
         return "gradients were put in the place of the state: make the next state with apply_updates or next_state"
-    # plain `jax.grad` leaves zeros as they are encoded, slightly below zero
+    # plain `jax.grad` leaves encoded zeros, slightly below zero
     if (history <= -ENCODED_ZERO).any():
         return "a negative amax, which no step records: an optimizer, an average or a SUM has changed it"
     if not (scale > 0).all():
@@ -150,7 +152,7 @@ def _suspicion(pair: Pair, before: Pair | None) -> str:
 
 def _compare(history: np.ndarray, before: np.ndarray) -> str:
     """Judge by the slots that a roll only moves."""
-    # What MAX makes of the older slots: those of the step before, one place on.
+    # Under MAX the older slots are the previous step's, shifted by one.
     rolled = np.roll(before, -1)
     if (history[1:] == rolled[1:]).all() or (history == before).all() or not rolled[1:].any():
         return ""

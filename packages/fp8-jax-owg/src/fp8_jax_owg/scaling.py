@@ -1,4 +1,4 @@
-"""`DelayedScaling` and `CurrentScaling`: scales from earlier steps or from the tensor itself, and recipes for them."""
+"""`DelayedScaling` and `CurrentScaling`: scaling settings, also from recipes."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -25,38 +25,37 @@ FORMATS: dict[Fp8Format, tuple[Format, Format]] = {
     "HYBRID_FNUZ": (E4M3FNUZ, E5M2FNUZ),
     "E4M3_FNUZ": (E4M3FNUZ, E4M3FNUZ),
 }
-"""The format forward and that of output gradients."""
+"""The forward format and the output gradients' format."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Scaling(Record):
-    """What `DelayedScaling` and `CurrentScaling` have in common.
+    """Common fields of `DelayedScaling` and `CurrentScaling`.
 
     Attributes:
         fp8_format: "HYBRID" takes E4M3 forward and E5M2 for gradients, "E4M3" takes E4M3 for all; "HYBRID_FNUZ" and
             "E4M3_FNUZ" take the formats of AMD MI300.
-        kernel_gradient: The dtype of the matmul that gives a kernel's gradient, before its scale is applied: XLA adds
-            the parts of several devices in it. "kernel" is that of a bfloat16 kernel, in which flax and bfloat16
-            training add them too; other kernels keep "float32", which doubles the bytes that are reduced and rounds
-            once less.
+        kernel_gradient: Dtype of the matmul for a kernel's gradient, before its scale is applied: XLA sums the parts of
+            several devices in it. "kernel" is bfloat16 for a bfloat16 kernel, as in flax and bfloat16 training; other
+            kernels keep "float32", which doubles the bytes that are reduced and rounds once less.
     """
 
     fp8_format: Fp8Format = "HYBRID"
     kernel_gradient: KernelGradient = "kernel"
 
     def __post_init__(self) -> None:
-        """Refuse values that no layer could honour."""
+        """Validate the fields."""
         self.check_choices()
         _ = self.policy  # which checks the margin
 
     @property
     def policy(self) -> ScalePolicy:
-        """The scale rule of `fp8_common`: 1.0 for an amax that is zero or not finite."""
+        """The scale policy: 1.0 for amax of zero, infinity or NaN."""
         return CANONICAL
 
     @property
     def by_row(self) -> bool:
-        """Whether tensors have a scale for each row."""
+        """True if tensors have a scale for each row."""
         return isinstance(self, CurrentScaling) and self.granularity == "row"
 
     def format_of(self, tensor: Tensor) -> Format:
@@ -64,7 +63,7 @@ class Scaling(Record):
         return FORMATS[self.fp8_format][tensor == "output_grad"]
 
     def gradient_dtype(self, kernel: np.dtype) -> np.dtype:
-        """Return the dtype of the gradient of a kernel before it is scaled, in which devices add their parts."""
+        """Return the dtype of an unscaled kernel gradient, reduced over devices."""
         # Of 16-bit formats bfloat16 alone: sums of codes overflow float16.
         half = self.kernel_gradient == "kernel" and kernel == jnp.bfloat16
         return np.dtype(jnp.bfloat16 if half else np.float32)
@@ -72,12 +71,14 @@ class Scaling(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DelayedScaling(Scaling):
-    """Scales that come from the amax of earlier steps; needs the leaves of `init_meta` for each matmul.
+    """Scales from the amax of earlier steps.
+
+    Each matmul needs the leaves of `init_meta`.
 
     Attributes:
         amax_history_length: How many observations the history holds, at least 1.
         margin: The scale aims at `max * 2^-margin` of the format; an integer from -16 to 16.
-        amax_compute_algo: What stands for the history: its maximum ("max") or its newest entry ("most_recent").
+        amax_compute_algo: Reduction of the history: its maximum ("max") or its newest entry ("most_recent").
         fp8_format: "HYBRID" takes E4M3 forward and E5M2 for gradients, "E4M3" takes E4M3 for all; "HYBRID_FNUZ" and
             "E4M3_FNUZ" take the formats of AMD MI300.
         kernel_gradient: "kernel" computes the gradient of a bfloat16 kernel in bfloat16, in which devices add their
@@ -89,7 +90,7 @@ class DelayedScaling(Scaling):
     amax_compute_algo: HistoryAlgo = "max"
 
     def __post_init__(self) -> None:
-        """Refuse values that no layer could honour."""
+        """Validate the fields."""
         Scaling.__post_init__(self)
         if type(self.amax_history_length) is not int or self.amax_history_length < 1:
             raise Fp8Error(f"amax_history_length must be an integer from 1 on, got {self.amax_history_length!r}.")
@@ -118,12 +119,12 @@ class CurrentScaling(Scaling):
 
     @property
     def policy(self) -> ScalePolicy:
-        """The scale rule of `fp8_common`: 1.0 for an amax that is zero or not finite."""
+        """The scale policy: 1.0 for amax of zero, infinity or NaN."""
         return POWER_OF_2 if self.power_of_2 else CANONICAL
 
 
 ScalingChoice = Scaling | Recipe | str | Mapping[str, Any]
-"""What every `scaling` argument takes: a scaling, a recipe, its name, or a recipe as `Recipe.to_dict` writes it."""
+"""Types of every `scaling` argument: a scaling, a recipe, its name, or a recipe as `Recipe.to_dict` writes it."""
 RulesOrFilter = Rules | Iterable[str | Rule] | Callable[[Any, str], bool]
 """Which layers of a model are converted: rules by their names, or a function `(layer, name) -> bool`."""
 OPERANDS: dict[Literal["output", "grad_input", "grad_weight"], tuple[str, str]] = {
@@ -135,10 +136,10 @@ OPERANDS: dict[Literal["output", "grad_input", "grad_weight"], tuple[str, str]] 
 
 
 def as_scaling(choice: ScalingChoice) -> Scaling:
-    """Return the scaling that a recipe stands for; a scaling is returned as it is.
+    """Return the scaling of a recipe; a scaling is returned unchanged.
 
     Raises:
-        Fp8Error: No recipe has this name, the dictionary describes none, or the layers of this package cannot honour
+        Fp8Error: No recipe has this name, the dictionary describes none, or the layers of this package do not support
             one of its fields; the message names the field.
     """
     if isinstance(choice, Scaling):
@@ -174,7 +175,10 @@ def recipe_of(scaling: Scaling) -> Recipe:
 
 
 def _nearest(recipe: Recipe) -> Scaling:
-    """Return the scaling that has what a recipe says of its input; what it says of the rest may differ."""
+    """Return the scaling of a recipe's input cast.
+
+    The recipe's other casts may differ from it.
+    """
     cast, policy = recipe.input, recipe.input.policy
     settings = {(forward.name, backward.name): setting for setting, (forward, backward) in FORMATS.items()}
     fp8_format = settings.get((cast.format, recipe.grad_output.format), "HYBRID")
@@ -186,6 +190,6 @@ def _nearest(recipe: Recipe) -> Scaling:
 
 
 def _fields(cast: CastRecipe) -> dict[str, Any]:
-    """Return the fields of a cast and those of its policy but the name, which changes no number."""
+    """Return the fields of a cast and of its policy, without names."""
     fields = dataclasses.asdict(cast)
     return fields | {f"policy.{name}": value for name, value in fields.pop("policy").items() if name != "name"}

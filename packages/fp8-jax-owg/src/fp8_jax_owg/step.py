@@ -1,6 +1,6 @@
-"""From gradients to the next variables: micro-batches, devices, clipping, and the change of parameters and state.
+"""From gradients to next variables: micro-batches, devices, clipping, and updates.
 
-Parameters are added, averaged, scaled; what is observed of state is combined by MAX and makes the next state.
+Parameters are added, averaged, scaled; observations of state are combined by MAX and make the next state.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,9 @@ from fp8_jax_owg.state.pairs import find_pairs, map_leaves, owg_flags, split, ta
 
 
 def init_accumulator(variables: Any) -> Any:
-    """Return what `accumulate` starts from: zeros, with which a parameter is 0 and nothing was observed.
+    """Return the initial value of `accumulate`.
+
+    Parameters are 0, nothing is observed.
 
     Args:
         variables: Variables or gradients.
@@ -42,7 +44,7 @@ def accumulate(accumulator: Any, gradients: Any) -> Any:
 
 
 def pmean(gradients: Any, axis_name: str | tuple[str, ...]) -> Any:
-    """Return the mean over a mapped axis for parameters, the MAX for overwritten leaves.
+    """Return means over a mapped axis, MAX for overwritten leaves.
 
     Args:
         gradients: From `value_and_grad`, inside `shard_map`, `vmap` or `pmap` over `axis_name`.
@@ -55,14 +57,17 @@ def pmean(gradients: Any, axis_name: str | tuple[str, ...]) -> Any:
 
 
 def psum(gradients: Any, axis_name: str | tuple[str, ...]) -> Any:
-    """Return the sum over a mapped axis for parameters, the MAX for overwritten leaves; errors as for `pmean`."""
+    """Return sums over a mapped axis, MAX for overwritten leaves.
+
+    Errors as for `pmean`.
+    """
     return _reduce(gradients, axis_name, lax.psum, "psum")
 
 
 def _reduce(gradients: Any, axis_name: str | tuple[str, ...], collective: Any, name: str) -> Any:
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    # inside shard_map(check_vma=True) each value knows along which axes it differs; elsewhere none does
-    # `lax.axis_index` differs along its axes by definition, so its type says whether types say anything at all.
+    # inside shard_map(check_vma=True) each value knows along which axes it differs; elsewhere none does.
+    # `lax.axis_index` differs along its axes by definition, so its type shows whether types carry axes at all.
     tracked = bool(varying_axes(lax.axis_index(axes)))
 
     def parameter(gradient: jax.Array) -> jax.Array:
@@ -86,14 +91,14 @@ def _reduce(gradients: Any, axis_name: str | tuple[str, ...], collective: Any, n
 
 
 def next_state(variables: Any, gradients: Any) -> Any:
-    """Return gradients with the next values of state in the place of what was observed.
+    """Return gradients with observations replaced by the next state.
 
-    For code that overwrites state by itself, such as MaxText's training step. What was not observed keeps its value.
-    Observations that were combined in another way than by MAX (added up, averaged, scaled, clipped) make the state NaN.
+    For code that overwrites state on its own, such as MaxText's training step. Without an observation a value is kept.
+    Observations that were combined in another way than by MAX (summed, averaged, scaled, clipped) make the state NaN.
 
     Args:
-        variables: Parameters and state, as they were differentiated.
-        gradients: Of state what `value_and_grad` returns, or its next values, as plain `jax.grad` returns them.
+        variables: Parameters and state, from the differentiated call.
+        gradients: For state, results of `value_and_grad`, or next values from plain `jax.grad`.
     """
     leaves, structure = jax.tree.flatten(variables)
     after = structure.flatten_up_to(gradients)
@@ -109,19 +114,21 @@ def next_state(variables: Any, gradients: Any) -> Any:
 
 
 def apply_updates(variables: Any, updates: Any) -> Any:
-    """Return the next variables: parameters plus their updates, state as `next_state` makes it.
+    """Return next variables: updated parameters, and `next_state` of state.
 
     Args:
         variables: Parameters and state.
         updates: From an optimizer wrapped in `fp8_jax_owg.optimizers.bypass_owg`, or gradients.
     """
-    # that of parameters is the rule of `optax.apply_updates`: the sum in the wider dtype, kept in that of the parameter
+    # parameters follow `optax.apply_updates`: the sum in the wider dtype, kept in the parameter's dtype
     add = lambda parameter, update: (parameter + update).astype(parameter.dtype)  # noqa: E731
     return map_leaves(add, lambda _, state: state, variables, next_state(variables, updates))
 
 
 def where_step_valid(valid: Any, new: Any, old: Any) -> Any:
-    """Return `new` if the step was valid, else `old`; of variables, optimizer states, or any equal trees.
+    """Return `new` if the step was valid, else `old`.
+
+    Any equal trees: variables, optimizer states.
 
     Args:
         valid: Boolean scalar, for example "the loss and the gradients are finite".
@@ -133,9 +140,9 @@ def where_step_valid(valid: Any, new: Any, old: Any) -> Any:
 
 
 def all_finite(gradients: Any) -> jax.Array:
-    """Return whether the gradients of all parameters are finite, bool []: whether the step may be taken.
+    """Return bool []: whether all parameter gradients are finite.
 
-    An infinite or NaN element of an input, kernel or output gradient is NaN after the cast to FP8, and so is what is
+    An infinite or NaN element of an input, kernel or output gradient is NaN after the cast to FP8, and so are results
     computed from it, so it shows here. Finite values saturate, and do not. For `apply_gradients(valid=...)` and
     `where_step_valid`.
     """
@@ -144,7 +151,7 @@ def all_finite(gradients: Any) -> jax.Array:
 
 
 def clip_by_global_norm(gradients: Any, max_norm: float | jax.Array) -> Any:
-    """Return the gradients of parameters scaled down to a norm of at most `max_norm`; overwritten leaves stay.
+    """Clip parameter gradients to norm `max_norm`; overwritten leaves stay.
 
     Args:
         gradients: From `value_and_grad`.
@@ -161,7 +168,9 @@ def clip_by_global_norm(gradients: Any, max_norm: float | jax.Array) -> Any:
 
 
 def map_parameters(fn: Callable[[jax.Array], Any], tree: Any) -> Any:
-    """Return the tree with `fn` of every parameter, for loss scaling and averages; overwritten leaves stay.
+    """Map `fn` over parameters; overwritten leaves stay.
+
+    For loss scaling and averages.
 
     Args:
         fn: Called with each leaf that is not overwritten.
@@ -171,7 +180,7 @@ def map_parameters(fn: Callable[[jax.Array], Any], tree: Any) -> Any:
 
 
 def cast_params(tree: Any, dtype: Any) -> Any:
-    """Return the tree with floating-point parameters in `dtype`; overwritten leaves and others stay as they are.
+    """Cast floating-point parameters to `dtype`; overwritten leaves and others stay.
 
     Args:
         tree: Variables, parameters or gradients.

@@ -1,4 +1,4 @@
-"""`OwgLog`: writes `report` of the state of a model every N steps, as lines that `fp8 watch` shows."""
+"""`OwgLog`: writes delayed-scaling reports every N steps for `fp8 watch`."""
 
 import math
 import os
@@ -14,7 +14,9 @@ from fp8_jax_owg.state.pairs import COLLECTION, find_pairs, take
 
 
 class OwgLog:
-    """Logs amax, scale and range of every tensor with delayed scaling: call `step(variables)` after each step.
+    """Logs statistics of tensors with delayed scaling: call `step(variables)` each step.
+
+    Logs amax, scale and range.
 
     The first step and every N-th are logged: the first process appends one JSON line to the file, which `fp8 watch`
     shows, and logs one line of text. Shares of saturated values are not known from the state; the level follows from
@@ -22,7 +24,7 @@ class OwgLog:
 
     Args:
         path: The file, or the folder of the run, where it is `fp8.jsonl`. Lines are appended.
-        every: How many steps apart.
+        every: Number of steps between entries.
         scalars: Called on the first process with all numbers by name and the step, as `wandb.log` is.
         step: How many steps were made before, of a run that resumes.
 

@@ -1,1 +1,1 @@
-"""Matmuls, convolutions and casts in FP8: one rule for values, gradients and observations of all of them."""
+"""FP8 matmuls, convolutions and casts, with one rule for gradients and observations."""

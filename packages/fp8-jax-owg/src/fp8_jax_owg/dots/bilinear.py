@@ -1,4 +1,4 @@
-"""One rule for every FP8 matmul, grouped matmul and convolution: values, gradients and observations.
+"""One differentiation rule for every FP8 matmul, grouped matmul and convolution.
 
 Forward each operand is cast once, multiplied in the native dtype, and saved as codes for the backward pass, with one
 float32 vector of everything else. Backward the output gradient is cast, and the amax of all three tensors leave as
@@ -47,10 +47,12 @@ LiveState = dict[Tensor, jax.Array]
 
 
 class Bilinear:
-    """What two operands are multiplied by: a base, whose subclasses are frozen and have a hash.
+    """Base of bilinear operations.
+
+    Subclasses are frozen and hashable.
 
     Attributes:
-        tensors: What is cast to FP8 and has state; the output gradient is, or is not.
+        tensors: Operands that are cast to FP8 and have state; the output gradient may be among them.
         narrows: Whether `forward` and `lhs_gradient` take bfloat16 as dtype, else float32 alone.
         forward: (lhs, rhs, extra, dtype) -> the result of native FP8 operands, before it is scaled.
         lhs_gradient: (rhs, output gradient, extra, dtype, aval of lhs) -> the gradient of lhs, before it is scaled.
@@ -65,18 +67,18 @@ class Bilinear:
 
     @property
     def splits(self) -> dict[Tensor, int]:
-        """Where casts divide the dimensions for a transpose; empty if no dot takes transposes.
+        """Dimensions at which casts transpose; empty if no matmul uses transposes.
 
-        With transposes `forward` takes that of rhs, `rhs_gradient` those of lhs and of the output gradient.
+        With transposes, `forward` uses the transposed rhs, `rhs_gradient` the transposed lhs and output gradient.
         """
         return {}
 
     def with_transposes(self, lhs: jax.Array, rhs: Kernel) -> "Bilinear":
-        """Return the form that takes transposes, if there is one and kernels make them; else itself."""
+        """Return the transposing form if kernels support it, else itself."""
         return self
 
     def prepare(self, x: jax.Array, extra: Any) -> jax.Array:
-        """Return an operand of which everything may be observed: lhs, or the output gradient."""
+        """Return an observable operand: lhs, or the output gradient."""
         return x
 
     def by_row(self, lhs: jax.Array, rhs: Kernel, scaling: Scaling, dtype: np.dtype) -> jax.Array:
@@ -92,12 +94,12 @@ class Bilinear:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BilinearCall:
-    """What is static about one call.
+    """Static settings of one call.
 
     Attributes:
-        how: What operands are multiplied by.
+        how: The bilinear operation.
         scaling: How scales are found.
-        tensors: What is cast here, in the order of its state.
+        tensors: Operands that are cast here, in the order of their state.
         dtype: Of the result.
         operand_dtypes: Of lhs and rhs, and so of their gradients.
         master: Whether rhs is the data of a `Master`.
@@ -123,17 +125,17 @@ def multiply(
     """Return the result of checked operands.
 
     Args:
-        how: What they are multiplied by.
+        how: The bilinear operation.
         lhs: float16, bfloat16 or float32.
         rhs: The same, or cast already, or a master.
-        dtype: Of the result; None is that of lhs.
-        meta: The leaves of the matmul, of what is cast here.
-        scaling: What was asked for.
-        extra: What `how` takes besides.
+        dtype: Result dtype; None is the dtype of lhs.
+        meta: State leaves of the operands that are cast here.
+        scaling: The scaling argument of the call.
+        extra: Further arguments of `how`.
 
     Raises:
         Fp8Error: State and scaling do not fit, or there are no scales per row.
-        Fp8UnsupportedError: A forward-mode or second derivative was asked for.
+        Fp8UnsupportedError: JAX requested a forward-mode or second derivative.
     """
     tensors = tuple(tensor for tensor in how.tensors if not (tensor == "kernel" and isinstance(rhs, Fp8Param)))
     found, live = match_state(meta, scaling, tensors)
@@ -154,11 +156,11 @@ def multiply(
 def match_state(
     meta: Meta | None, scaling: ScalingChoice | None, tensors: tuple[Tensor, ...]
 ) -> tuple[Scaling, LiveState]:
-    """Return the rule, and the live leaf of each tensor (empty for current scaling).
+    """Return the rule and the live leaves, none for current scaling.
 
     Args:
         meta: The leaves of the matmul.
-        scaling: What was asked for.
+        scaling: The scaling argument of the call.
         tensors: Which tensors have state.
 
     Raises:
@@ -174,8 +176,8 @@ def match_state(
     pairs = {tensor: pair_of(meta, tensor) for tensor in tensors}
     live = {tensor: as_live(pair, tensor) for tensor, pair in pairs.items()}
     lengths = {pair.history.shape[-1] for pair in pairs.values()}
-    # Without `scaling` there is nothing to compare with: the length of the default belongs to `init_meta` alone,
-    # matmuls take histories as long as they are.
+    # Without `scaling` no length is compared: only `init_meta` has a default length, matmuls accept histories of any
+    # length.
     if scaling is not None and lengths != {found.amax_history_length}:
         raise Fp8Error(
             f"The amax histories of the FP8 state have {', '.join(map(str, sorted(lengths)))} entries, and the "
@@ -225,10 +227,11 @@ _forward_once = jax.jit(_forward, static_argnums=0, inline=True)
 
 def _backward(product: BilinearCall, residuals: Any, g: Any) -> tuple[Any, ...]:
     a, b, numbers, extra, live = residuals
-    if isinstance(g, jax.custom_derivatives.SymbolicZero):  # what nobody computed arrives as an object, not an array
+    # gradients that are not computed are passed as an object, not an array
+    if isinstance(g, jax.custom_derivatives.SymbolicZero):
         shaped: Any = g.aval
         g = jnp.zeros(shaped.shape, shaped.dtype)
-    # Marks the gradient as well: differentiating the backward is what a second derivative does.
+    # Marks the gradient as well: a second derivative differentiates the backward.
     g = first_order_only(g)
     scaling, (a_back, b_back, *rest) = product.scaling, numbers
     casts_gradient = "output_grad" in product.tensors
@@ -250,7 +253,7 @@ def _backward(product: BilinearCall, residuals: Any, g: Any) -> tuple[Any, ...]:
     d_rhs = _scaled(d_rhs, a_back * c.back, of_rhs)
     d_rhs = d_rhs.astype(jnp.float32) if product.master else d_rhs
     backs = {"input": a_back, "kernel": b_back, "output_grad": c.back}
-    # in the order of the state, in which that of the output gradient is the last
+    # in the order of the state, where the output gradient is last
     seen = dict(zip(product.tensors, [*rest, c.amax], strict=False))
     observed = {tensor: observation(seen[tensor], backs[tensor], leaf) for tensor, leaf in live.items()}
     if "kernel" not in product.tensors:
@@ -259,7 +262,7 @@ def _backward(product: BilinearCall, residuals: Any, g: Any) -> tuple[Any, ...]:
 
 
 def _forward_rule(product: BilinearCall, lhs: Any, rhs: Any, extra: Any, live: Any) -> tuple[jax.Array, Any]:
-    # with symbolic_zeros=True each argument tells beside its value whether it has a tangent
+    # with symbolic_zeros=True each argument is a pair of its value and whether it has a tangent
     def has_flag(node: Any) -> bool:
         return hasattr(node, "perturbed")
 
@@ -287,7 +290,7 @@ def scaled_dot(
     """Return a dot times the float32 `factor`, in `dtype`.
 
     On NVIDIA GPUs the dot of a bfloat16 result is rounded to bfloat16 before it is multiplied in float32 and rounded
-    again (`docs/numerics/definition.md`): half of the bytes. Sums of FP8 products neither overflow bfloat16 nor become
+    again (`docs/numerics/definition.md`): half of the bytes. Sums of FP8 matmuls neither overflow bfloat16 nor become
     subnormal in it; in float16 they would overflow.
 
     Args:
@@ -306,14 +309,14 @@ def scaled_dot(
 
     if dtype != jnp.bfloat16 or not narrows or traced_capability() is None:
         return wide(factor, *operands)
-    # Chosen when the program is lowered: beside a GPU, programs for CPUs keep their numbers.
+    # Selected when the program is lowered: on a host with a GPU, programs for CPUs keep their numbers.
     return lax.platform_dependent(factor, *operands, cuda=narrow, default=_hidden(wide))
 
 
 def _hidden(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Hide the inside of a function from the policies of `jax.checkpoint`.
 
-    They look into both branches of `platform_dependent`, and what one of them saves, the other saves as zeros.
+    They trace both branches of `platform_dependent`, and values saved by one are saved as zeros by the other.
     """
     hidden = custom_vmap(function)
 

@@ -1,6 +1,6 @@
-"""The casts that a layer of one's own is built from: quantize alone, or quantize and dequantize.
+"""Casts for custom layers: quantize, or quantize and dequantize.
 
-Every function that takes a scale and an amax history observes what it casts, as matmuls do.
+Every function that takes a scale and an amax history observes its operand, as matmuls do.
 """
 
 from collections.abc import Callable
@@ -23,19 +23,19 @@ from fp8_jax_owg.state.pairs import Pair
 
 
 class _Cast(NamedTuple):
-    """What is static about a cast."""
+    """Static settings of a cast."""
 
     scaling: DelayedScaling
     tensor: Tensor
 
     def apply(self, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return native values, the scale back, and what the live leaf observes."""
+        """Return native values, the scale back, and the live leaf's observation."""
         scales = scales_of({self.tensor: live}, self.scaling)[self.tensor]
         cast = cast_operand(self.scaling, self.tensor, first_order_only(x), scales)
         return cast.values, cast.back, observation(like(cast.amax, live), cast.back, live)
 
     def round(self, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return `x` as the format represents it, and what the live leaf observes."""
+        """Return `x` rounded to the format, and the live leaf's observation."""
         values, back, seen = self.apply(x, live)
         fmt = self.scaling.format_of(self.tensor)
         return multiply_back(to_uint8_codes(values), back.reshape((1,) * x.ndim), fmt, x.dtype), seen
@@ -62,23 +62,27 @@ def in_q(
 
 
 def in_qdq(x: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: ScalingChoice | None = None) -> jax.Array:
-    """Return `x` as E4M3 represents it, and observe it; the gradient of `x` passes unchanged.
+    """Return `x` rounded to E4M3, and observe it.
 
-    Arguments and errors are those of `in_q`; the result has the shape and dtype of `x`.
+    The gradient of `x` passes unchanged.
+
+    Arguments and errors as for `in_q`; the result has the shape and dtype of `x`.
     """
     return _run(_qdq, x, Pair(scale, amax_history), scaling, "input")
 
 
 def out_qdq(y: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: ScalingChoice | None = None) -> jax.Array:
-    """Return `y`; its gradient passes as the gradient format represents it, and is observed.
+    """Return `y`; its gradient is rounded to FP8 and observed.
 
-    Arguments and errors are those of `in_q`.
+    Arguments and errors as for `in_q`.
     """
     return _run(_qdq, y, Pair(scale, amax_history), scaling, "output_grad")
 
 
 def out_dq(y: ArrayLike, lhs_scale: jax.Array, rhs_scale: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """Scale the matmul of two FP8 arrays back; the gradient of `y` passes unscaled, the scales get none.
+    """Scale the matmul of two FP8 arrays back.
+
+    The gradient of `y` passes unscaled, the scales get none.
 
     The gradient belongs to the values that were cast, not to their codes: it goes where `y` came from.
 

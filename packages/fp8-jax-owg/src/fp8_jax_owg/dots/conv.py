@@ -1,8 +1,8 @@
 """`fp8_conv_general_dilated`: a convolution with FP8 operands forward.
 
-XLA refuses a convolution of two different float8 dtypes, which is what gradients in E5M2 would need. So the backward
-convolutions run on bfloat16, which holds all FP8 values: the operands are those of the forward one, and the output
-gradient is not cast to FP8 and has no state.
+XLA does not support a convolution of two different float8 dtypes, which gradients in E5M2 would need. So the backward
+convolutions run on bfloat16, which holds all FP8 values: the operands are the forward's, and the output gradient is not
+cast to FP8 and has no state.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ CONV_TENSORS: tuple[Tensor, ...] = ("input", "kernel")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Convolution(Bilinear):
-    """A convolution with its settings, those of `lax.conv_general_dilated`."""
+    """A convolution with the settings of `lax.conv_general_dilated`."""
 
     options: tuple[tuple[str, Any], ...]
     tensors = CONV_TENSORS
@@ -37,8 +37,8 @@ class Convolution(Bilinear):
         """Return the float32 result of native FP8 operands."""
         return lax.conv_general_dilated(lhs, rhs, preferred_element_type=dtype, **dict(self.options))
 
-    # Both gradients are those of JAX, in bfloat16, which holds every FP8 value. A convolution is linear in either
-    # operand, so its transpose needs the type of that operand alone.
+    # JAX computes both gradients in bfloat16, which holds every FP8 value. A convolution is linear in either operand,
+    # so its transpose needs only the type of that operand.
 
     def lhs_gradient(self, rhs: jax.Array, grad: jax.Array, extra: None, dtype: DTypeLike, like: Any) -> jax.Array:
         """Return the gradient of lhs."""
@@ -86,7 +86,7 @@ def fp8_conv_general_dilated(
         feature_group_count: Number of feature groups.
         batch_group_count: Number of batch groups.
         precision: Of the convolutions.
-        preferred_element_type: The dtype of the result; None is that of `lhs`.
+        preferred_element_type: Result dtype; None is the dtype of `lhs`.
         meta: For delayed scaling, the leaves of `init_meta(scaling, ("input", "kernel"))`; None for current scaling.
         scaling: As in `fp8_dot_general`; scales per row are not supported here.
         out_sharding: As in `fp8_dot_general`.
@@ -96,7 +96,7 @@ def fp8_conv_general_dilated(
 
     Raises:
         Fp8Error: Unsupported dtypes, or `meta` and `scaling` do not belong together.
-        Fp8UnsupportedError: A second derivative was asked for.
+        Fp8UnsupportedError: JAX requested a second derivative.
     """
     a, b = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
     options = {

@@ -1,4 +1,4 @@
-"""`fp8_dot_general` and `fp8_einsum`: matmuls of two arrays in FP8, with their two gradients."""
+"""`fp8_dot_general`, `fp8_einsum`: FP8 matmuls of two arrays, with gradients."""
 
 import dataclasses
 from functools import partial
@@ -33,7 +33,7 @@ from fp8_jax_owg.state.cotangents import first_order_only
 from fp8_jax_owg.state.pairs import Meta
 
 Precision = Any
-"""What `lax.dot_general` takes as precision."""
+"""Type of `lax.dot_general`'s precision argument."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,13 +55,13 @@ class Matmul(Bilinear):
 
     @property
     def splits(self) -> dict[Tensor, int]:
-        """Where casts divide the dimensions for a transpose."""
+        """Dimensions at which casts transpose."""
         summed = len(self.contraction.summed)
         kept = len(self.contraction.lhs) - summed
         return {"input": kept, "kernel": summed, "output_grad": kept} if self.transposes else {}
 
     def with_transposes(self, lhs: jax.Array, rhs: Kernel) -> "Matmul":
-        """Return the form in which all three matmuls sum the last dimensions of both operands, which GPUs need.
+        """Return the form whose matmuls contract the last dimensions, for GPUs.
 
         There is one for `LS,SR->LR` with groups of letters L, S and R, if the kernel is cast here. Arrays that the
         partitioner may spread over devices keep the other: it would gather a kernel and its transpose.
@@ -120,10 +120,10 @@ def fp8_dot_general(
     scaling: ScalingChoice | None = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """`lax.dot_general` with FP8 operands in the matmul and in both of its gradients.
+    """`lax.dot_general` with FP8 operands, in its gradients too.
 
-    The gradient of each leaf of `meta` is what was observed under `fp8_jax_owg.value_and_grad`, its next value under
-    plain `jax.grad`. Other derivatives are those of the matmul of the cast operands, with a cast output gradient. Sums
+    The gradient of each leaf of `meta` is the observation under `fp8_jax_owg.value_and_grad`, the next value under
+    plain `jax.grad`. Other derivatives differentiate the matmul of the cast operands, with a cast output gradient. Sums
     are accumulated in float32.
 
     Args:
@@ -134,7 +134,7 @@ def fp8_dot_general(
         dimension_numbers: As in `lax.dot_general`.
         precision: As in `lax.dot_general`; None is its default forward and the highest backward, which on GPUs
             switches fast accumulation of gradients off.
-        preferred_element_type: The dtype of the result; None is that of `lhs`.
+        preferred_element_type: Result dtype; None is the dtype of `lhs`.
         meta: The six leaves of `init_meta`, for delayed scaling; None for current scaling.
         scaling: `DelayedScaling`, `CurrentScaling`, or a recipe of `fp8_common` (object, name or dictionary); None
             is `DelayedScaling()` with `meta`, else `CurrentScaling()`.
@@ -145,8 +145,8 @@ def fp8_dot_general(
 
     Raises:
         Fp8Error: Unsupported dtypes, or `meta` and `scaling` do not belong together.
-        Fp8UnsupportedError: A forward-mode or second derivative was asked for, or scales per row on a mesh with
-            explicit axes.
+        Fp8UnsupportedError: JAX requested a forward-mode or second derivative, or the scaling is row-wise on a mesh
+            with explicit axes.
     """
     a, b = as_operand(lhs, "lhs"), rhs if isinstance(rhs, Master) else as_kernel(rhs)
     contraction = Contraction.from_dimension_numbers(dimension_numbers, a.ndim, b.ndim)
@@ -175,7 +175,7 @@ def fp8_einsum(
         lhs: float16, bfloat16 or float32: the activations.
         rhs: float16, bfloat16 or float32: the kernel.
         precision: As in `fp8_dot_general`.
-        preferred_element_type: The dtype of the result; None is that of `lhs`.
+        preferred_element_type: Result dtype; None is the dtype of `lhs`.
         meta: As in `fp8_dot_general`.
         scaling: As in `fp8_dot_general`.
         out_sharding: As in `fp8_dot_general`.
@@ -200,10 +200,10 @@ def _backward_precision(asked: Precision) -> Precision:
 
 
 class _Rows(NamedTuple):
-    """What is static about a matmul with a scale for each row.
+    """Static settings of a matmul with a scale for each row.
 
     Attributes:
-        how: What meets.
+        how: The contraction.
         scaling: How scales are found.
         dtype: Of the result.
         operand_dtypes: Of lhs and rhs, and so of their gradients.
@@ -221,14 +221,14 @@ class _Rows(NamedTuple):
         return _Slices(codes, divide_nearest(1.0, scale), letters)
 
     def cast_both(self, tensor: Tensor, x: jax.Array, letters: str) -> tuple["_Slices", "_Slices"]:
-        """Cast an operand for both contractions that it is in: along its last dimensions, and transposed."""
+        """Cast an operand for both contractions: along rows, and transposed."""
         fmt, policy = self.scaling.format_of(tensor), self.scaling.policy
         (codes, back), (turned, turned_back) = _cast_both(x, fmt, self.how.splits[tensor], policy)
         return _Slices(codes, back, letters), _Slices(turned, turned_back, self.how.transposed(tensor, letters))
 
 
 class _Slices(NamedTuple):
-    """An operand with a scale for each slice along what one contraction sums over.
+    """Operand with a scale for each slice along the contracted dimensions.
 
     Attributes:
         codes: The native dtype.
@@ -292,7 +292,7 @@ def _backward(rows: _Rows, residuals: tuple[jax.Array, ...], g: jax.Array) -> tu
 _by_row.defvjp(_forward, _backward)
 
 
-# a function of its own in the traced program, as the casts of `operands`
+# a separate function in the traced program, like the casts of `operands`
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _cast_both(
     x: jax.Array, fmt: Format, split: int, policy: ScalePolicy

@@ -1,4 +1,7 @@
-"""Equations of `einsum` with two operands as one contraction, after the sums and diagonals of each operand."""
+"""`einsum` equations of two operands as one contraction.
+
+Sums and diagonals of each operand come first.
+"""
 
 from functools import partial
 from typing import Any
@@ -12,7 +15,7 @@ from fp8_jax_owg.dots.operands import Fp8Param, Kernel
 
 
 def as_letters(equation: str, a: jax.Array, b: Kernel) -> tuple[jax.Array, Kernel, tuple[str, str, str]]:
-    """Return both operands after the sums and diagonals of each, and the letters of the operands and of the result.
+    """Return both operands after sums and diagonals, and all letters.
 
     Raises:
         Fp8Error: As in `fp8_einsum`.
@@ -38,7 +41,7 @@ def as_letters(equation: str, a: jax.Array, b: Kernel) -> tuple[jax.Array, Kerne
 
 
 def _own_part(x: Any, letters: str, own: str, wanted: str) -> tuple[Any, str]:
-    """Take diagonals of one operand, and sum over what neither the other operand nor the result has."""
+    """Take an operand's diagonals, and sum dimensions absent elsewhere."""
     kept = "".join(letter for letter in own if letter in wanted)
     if kept == letters:
         return x, letters

@@ -1,4 +1,4 @@
-"""Operands of FP8 matmuls: what may be one, its cast, and the codes that are saved."""
+"""Operands of FP8 matmuls: accepted types, casts, and saved codes."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +25,9 @@ from fp8_jax_owg.scaling import Scaling, Tensor
 
 
 class Fp8Param(NamedTuple):
-    """A parameter in FP8, from `fp8_all_gather`; `fp8_dot_general` and `fp8_einsum` take it as `rhs`.
+    """FP8 parameter from `fp8_all_gather`.
+
+    `fp8_dot_general` and `fp8_einsum` accept it as `rhs`.
 
     Attributes:
         data: E4M3 codes in the native dtype, shape of the parameter.
@@ -52,7 +54,8 @@ class Fp8Param(NamedTuple):
 class Master(NamedTuple):
     """A float32 kernel that stands for its values rounded to bfloat16.
 
-    Casts of one GPU read it as it is, where bfloat16 values would be written for them first. The bits are the same.
+    Casts on one GPU read the float32 kernel directly; a bfloat16 copy would be written first otherwise. The bits are
+    equal.
 
     Attributes:
         data: float32, shape of the kernel.
@@ -62,7 +65,7 @@ class Master(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """What it stands for."""
+        """The high-precision dtype."""
         return jnp.dtype(jnp.bfloat16)
 
     @property
@@ -80,7 +83,7 @@ Kernel = jax.Array | Fp8Param
 
 
 def as_operand(x: ArrayLike, name: str) -> jax.Array:
-    """Return an operand as an array, that of JAX's default dtype for Python numbers.
+    """Return an operand as an array; Python numbers get JAX's default dtype.
 
     Raises:
         Fp8Error: Its dtype cannot be cast to FP8.
@@ -89,14 +92,17 @@ def as_operand(x: ArrayLike, name: str) -> jax.Array:
 
 
 def as_kernel(rhs: ArrayLike | Fp8Param | Master) -> Kernel:
-    """Return the second operand as an array, unless it is cast already; errors as in `as_operand`."""
+    """Return the second operand as an array, unless already cast.
+
+    Errors as in `as_operand`.
+    """
     if isinstance(rhs, Master):
         return rhs.data.astype(rhs.dtype)
     return rhs if isinstance(rhs, Fp8Param) else as_operand(rhs, "rhs")
 
 
 def as_master(kernel: jax.Array, promoted: jax.Array) -> jax.Array | Master:
-    """Return what a layer multiplies with, of its kernel and of that kernel in the layer's dtype."""
+    """Return the matmul operand of a kernel and its cast copy."""
     rounds = (kernel.dtype, promoted.dtype) == (jnp.float32, jnp.bfloat16)
     return Master(kernel) if rounds and selects_kernels() else promoted
 
@@ -147,7 +153,7 @@ def cast_operand(
         return Cast(values, transposed, back, seen)
 
 
-# Functions of their own in the traced program, so that casts of equal shapes are traced and lowered once.
+# Separate functions in the traced program, so that casts of equal shapes are traced and lowered once.
 @partial(jax.jit, static_argnums=(2, 3, 4))
 def _cast_and_observe(x: jax.Array, scale: jax.Array, fmt: Format, split: int, rounded: bool) -> tuple[jax.Array, ...]:
     if split:
@@ -166,7 +172,7 @@ def _cast_current(x: jax.Array, fmt: Format, policy: ScalePolicy, split: int, ro
 
 
 def current_scales(greatest: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
-    """Return the scales into FP8 and back, float32 [2], of a tensor with this amax."""
+    """Return float32 [2], the scales into FP8 and back, from amax."""
     # The policies of `CurrentScaling` limit scales to [2^-126, 2^100]. Their reciprocals are normal numbers, so one
     # division is exact here; `fp8_common.jax.reciprocal` spends more operations on the others.
     scale = amax_to_scale(greatest, fmt, policy)
@@ -176,16 +182,19 @@ def current_scales(greatest: jax.Array, fmt: Format, policy: ScalePolicy) -> jax
 
 
 def to_uint8_codes(x: jax.Array) -> jax.Array:
-    """Return native FP8 as uint8, as it is saved for the backward pass.
+    """Return native FP8 as uint8, to save for the backward.
 
-    What `jax.checkpoint` saves of a float8 dtype it rounds to fewer exponents than E4M3 has, and XLA on CPUs copies
-    bytes faster when loops stack them.
+    `jax.checkpoint` rounds saved float8 values to fewer exponents than E4M3 has, and XLA on CPUs copies bytes faster
+    when loops stack them.
     """
     return lax.bitcast_convert_type(x, jnp.uint8)
 
 
 def may_spread(x: jax.Array) -> bool:
-    """Return whether the partitioner may spread an array over devices, as far as the mesh of its type tells."""
+    """Return whether the partitioner may shard an array.
+
+    As far as the mesh of its type shows.
+    """
     mesh = jax.typeof(x).sharding.mesh
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return any(kind is AxisType.Explicit or (size > 1 and kind is not AxisType.Manual) for size, kind in axes)
@@ -195,7 +204,7 @@ def refuse_explicit_axes(what: str, tree: Any) -> None:
     """Raise if an array is sharded over an explicit axis.
 
     Args:
-        what: What does not run with such arrays.
+        what: The operation that does not support such arrays.
         tree: Arrays.
 
     Raises:

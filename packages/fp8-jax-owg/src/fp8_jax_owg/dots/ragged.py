@@ -1,4 +1,4 @@
-"""`fp8_ragged_dot`: rows of lhs in consecutive groups, each multiplied in FP8 by a matrix of its own.
+"""`fp8_ragged_dot`: FP8 matmul of row groups with one matrix each.
 
 Mixture-of-experts layers use it with one group for each expert. Groups may be empty, and rows behind the last group
 belong to none: they give zeros, get none, and are not observed.
@@ -29,7 +29,7 @@ class RaggedRows(Bilinear):
     """Rows of lhs in groups; `extra` is their sizes, int32 [G]."""
 
     def prepare(self, x: jax.Array, extra: jax.Array) -> jax.Array:
-        """Put zeros into the rows behind the last group: whatever stands there must not be observed."""
+        """Set rows after the last group to zero, unobserved."""
         inside = jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(extra)
         return jnp.where(inside[:, None], x, jnp.zeros((), x.dtype))
 
@@ -37,7 +37,7 @@ class RaggedRows(Bilinear):
         """Return the float32 result of native FP8 operands."""
         return lax.ragged_dot(lhs, rhs, extra, preferred_element_type=dtype)
 
-    # Gradients have the precision that those of a matmul have where none is asked for.
+    # Gradients have the precision of a matmul's gradients without a requested precision.
 
     def lhs_gradient(self, rhs: jax.Array, grad: jax.Array, extra: jax.Array, dtype: DTypeLike, like: Any) -> jax.Array:
         """Return the gradient of lhs."""
@@ -57,13 +57,13 @@ def fp8_ragged_dot(
     meta: Meta | None = None,
     scaling: ScalingChoice | None = None,
 ) -> jax.Array:
-    """`lax.ragged_dot` with FP8 operands in the matmul and in both of its gradients.
+    """`lax.ragged_dot` with FP8 operands, in its gradients too.
 
     Args:
         lhs: float16, bfloat16 or float32 [M, K]: the rows, sorted by group.
         rhs: float16, bfloat16 or float32 [G, K, N]: a matrix for each group. All share one scale.
         group_sizes: Integers [G], rows in each group; zeros are allowed, and their sum may be less than M.
-        preferred_element_type: The dtype of the result; None is that of `lhs`.
+        preferred_element_type: Result dtype; None is the dtype of `lhs`.
         meta: As in `fp8_dot_general`.
         scaling: As in `fp8_dot_general`; scales per row are not supported here.
 
@@ -72,7 +72,7 @@ def fp8_ragged_dot(
 
     Raises:
         Fp8Error: Shapes do not fit, or as in `fp8_dot_general`.
-        Fp8UnsupportedError: A second derivative was asked for.
+        Fp8UnsupportedError: JAX requested a second derivative.
     """
     a, b, sizes = as_operand(lhs, "lhs"), as_operand(rhs, "rhs"), jnp.asarray(group_sizes)
     if (a.ndim, b.ndim) != (2, 3) or a.shape[1] != b.shape[1] or sizes.shape != b.shape[:1]:

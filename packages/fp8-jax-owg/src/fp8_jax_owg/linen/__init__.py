@@ -1,4 +1,4 @@
-"""FP8 for Flax Linen: operations for `dot_general_cls` and `conv_general_dilated_cls` of its layers, and models."""
+"""FP8 for Flax Linen: operations for its layers, pipelines, and models."""
 
 from fp8_common.plugin import extra
 

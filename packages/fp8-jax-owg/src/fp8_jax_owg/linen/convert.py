@@ -1,7 +1,7 @@
-"""`convert_to_fp8` of Linen: a module whose layers multiply in FP8 when it runs, where the rules include them.
+"""`convert_to_fp8` of Linen: wraps a module so that layers multiply in FP8.
 
-The layers of a Linen module exist while it runs. So the conversion is a module around it, without variables of its
-own, that gives each of them its product at the beginning of its call.
+The layers of a Linen module exist while it runs. So the conversion is a wrapper module without variables, which sets
+the operation of each of them at the beginning of its call.
 """
 
 import logging
@@ -18,7 +18,7 @@ from fp8_jax_owg.scaling import DelayedScaling, RulesOrFilter, Scaling, ScalingC
 
 logger = logging.getLogger(__name__)
 
-# Where each kind of layer asks for the function that multiplies.
+# The attribute in which each kind of layer finds its multiplying function.
 OPERATIONS: tuple[tuple[tuple[type[nn.Module], ...], str, type[Fp8Op]], ...] = (
     ((nn.Dense, nn.DenseGeneral), "dot_general", Fp8DotGeneralOp),
     ((nn.Conv, nn.ConvLocal), "conv_general_dilated", Fp8ConvGeneralDilatedOp),
@@ -28,18 +28,21 @@ UNSUPPORTED = ((nn.Einsum, "__call__"), (nn.ConvTranspose, "__call__"), (nn.Embe
 
 
 class _Make(NamedTuple):
-    """Makes the operation of a layer. Equal for equal settings, as the layer is then: `functools.partial` never is."""
+    """Makes a layer's operation.
+
+    Equal for equal settings, so layers are equal; `functools.partial` never is.
+    """
 
     kind: type[Fp8Op]
     scaling: Scaling
 
     def __call__(self) -> Fp8Op:
-        """Return an operation, with a state of its own."""
+        """Return an operation with its own state."""
         return self.kind(scaling=self.scaling)
 
 
 class _Converted(nn.Module):
-    """A module with FP8 layers; variables have the names that the module alone gives them.
+    """A module with FP8 layers and the original variable names.
 
     Attributes:
         converted_module: The module.
@@ -59,7 +62,7 @@ class _Converted(nn.Module):
         """Call the module.
 
         Raises:
-            Fp8Error: No layer was converted, or a recipe cannot be honoured.
+            Fp8Error: No layer was converted, or a recipe is not supported.
         """
         decided: dict[str, str] = {}  # why a layer is left out; empty if it is converted
 
@@ -76,7 +79,7 @@ class _Converted(nn.Module):
                 decided[name] = "by the rules"
             elif row is None:
                 decided[name] = f"{type(module).__name__} has no FP8 matmul here"
-            # A product that the user has given the layer, under either name that flax has for it, stays.
+            # An operation that the user has given the layer, under either of flax's names for it, is kept.
             elif any(getattr(module, f"{row[1]}{end}", None) for end in ("", "_cls")):
                 decided[name] = "it has a matmul of its own"
             else:
@@ -117,10 +120,12 @@ class _Converted(nn.Module):
 
 
 def convert_to_fp8(module: nn.Module, rules: RulesOrFilter = (), scaling: ScalingChoice | None = None) -> nn.Module:
-    """Return a module like `module`, with FP8 products in its `nn.Dense`, `nn.DenseGeneral` and `nn.Conv`.
+    """Return `module` with FP8 matmuls in its Dense and Conv layers.
 
-    Parameters keep their names and shapes; the state of the products is in the collection
-    `_overwrite_with_gradient`. Layers that were given a product of their own keep it.
+    These are `nn.Dense`, `nn.DenseGeneral` and `nn.Conv`.
+
+    Parameters keep their names and shapes; the state of the matmuls is in the collection `_overwrite_with_gradient`.
+    Layers with a custom operation keep it.
 
     Args:
         module: The module; it is called by its `__call__`.

@@ -1,4 +1,4 @@
-"""What Linen layers call instead of `lax.dot_general`, `jnp.einsum` and `lax.conv_general_dilated`.
+"""Replacements for `lax.dot_general`, `jnp.einsum` and `lax.conv_general_dilated` in Linen layers.
 
 `nn.Dense(..., dot_general_cls=Fp8DotGeneralOp)`; `functools.partial(Fp8DotGeneralOp, scaling=...)` passes settings. All
 take the attributes of `Fp8Op`.
@@ -24,7 +24,9 @@ OVERWRITE_WITH_GRADIENT = COLLECTION
 
 
 def promote_dtype(inputs: Any, kernel: Any, bias: Any, **options: Any) -> list[Any]:
-    """Promote as `flax.linen.dtypes.promote_dtype`; of a float32 kernel GPUs then write no bfloat16 copy.
+    """Promote like `flax.linen.dtypes.promote_dtype`, without a copy of float32 kernels.
+
+    GPUs would write a bfloat16 copy.
 
     For layers with `Fp8DotGeneralOp`.
 
@@ -39,11 +41,13 @@ def promote_dtype(inputs: Any, kernel: Any, bias: Any, **options: Any) -> list[A
 
 
 class Fp8Op(nn.Module):
-    """Base of the operations: it holds the leaves of one matmul, if its scaling needs any.
+    """Base of operations: holds the state leaves of one matmul.
+
+    Current scaling needs none.
 
     Attributes:
         scaling: `DelayedScaling`, `CurrentScaling`, or a recipe of `fp8_common` (object, name or dictionary).
-        amax_history_length: Overrides that of `scaling`, under the name that flax's operations give it.
+        amax_history_length: Overrides `scaling`'s, under flax's name for it.
     """
 
     scaling: ScalingChoice = DelayedScaling()
@@ -51,7 +55,7 @@ class Fp8Op(nn.Module):
 
     def __post_init__(self) -> None:
         """Take the length as flax passes it."""
-        # Before `super().__post_init__()`, after which flax refuses to set attributes.
+        # Before `super().__post_init__()`, after which flax does not allow attributes to be set.
         self.scaling = as_scaling(self.scaling)
         if self.amax_history_length is not None and isinstance(self.scaling, DelayedScaling):
             self.scaling = dataclasses.replace(self.scaling, amax_history_length=self.amax_history_length)
@@ -62,7 +66,7 @@ class Fp8Op(nn.Module):
 
     @nn.compact
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """Multiply; arguments and errors are those of the function of `fp8_jax_owg`, whose state is here.
+        """Multiply, with arguments and errors of the function in `fp8_jax_owg`.
 
         Raises:
             Fp8Error: `apply` got variables without state, or a transform around the layer does not lift its collection.
@@ -99,7 +103,7 @@ class Fp8DotGeneralOp(Fp8Op):
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
-    """The same under the name that stands in the checkpoints of models with flax's operation of this name."""
+    """Alias with the name in checkpoints of flax's operation."""
 
 
 class Fp8Einsum(Fp8Op):

@@ -1,7 +1,6 @@
-"""Pipelines of a Linen module: its variables get a stage axis, `apply` keeps its signature.
+"""Pipelines of Linen modules: variables get a stage axis.
 
-Which variables are overwritten with their gradient, their collection or their names tell, or `value_and_grad` has
-shared them already.
+Overwritten variables are recognized by their collection or their names, or `value_and_grad` has shared them already.
 """
 
 import functools
@@ -35,15 +34,15 @@ PRAXIS = {
     "share_weights": "each round has variables of its own",
     "enable_async_circular_transfer": "the compiler schedules transfers",
 }
-"""Options of the layers of praxis that this one does not have, and what there is instead."""
+"""Options of praxis's layers that this one lacks, and their replacements."""
 
 
 class LayerwiseShardablePipelined(nn.Module):
-    """Runs microbatches through `num_stages` copies of a module, each with variables of its own.
+    """Runs microbatches through `num_stages` copies of a module, with separate variables.
 
-    The result equals running each microbatch through one copy after the other. Variables of the body get a leading
-    axis [num_stages, ...]; shard it over devices to pipeline. A body that would change variables (batch statistics)
-    is refused: microbatches of several stages run at once, in an order of their own.
+    The result equals running each microbatch through one copy after the other. Variables of the body get a leading axis
+    [num_stages, ...]; shard it over devices to pipeline. A body that would change variables (batch statistics) raises:
+    microbatches of several stages run concurrently, in another order.
 
     Attributes:
         body: One stage; called with activations and broadcast inputs, returns activations of the same shapes and
@@ -58,9 +57,9 @@ class LayerwiseShardablePipelined(nn.Module):
         stage_axis: Mesh axis that stages are sharded over; None leaves it to the compiler.
         rng_collections: Random numbers the body draws when applied.
         microbatch_size: Rows of a microbatch: inputs are batches, and are divided.
-        sown_collections: Collections into which the body may sow, such as the losses of a router. If `apply` is asked
-            for one by `mutable`, its values have leading axes [num_stages, num_microbatches, ...], or
-            [circular_repeat, num_stages, num_microbatches, ...]; they begin empty in each call, and `init` makes none.
+        sown_collections: Collections into which the body may sow, such as the losses of a router. If `mutable` of
+            `apply` names one, its values have leading axes [num_stages, num_microbatches, ...], or [circular_repeat,
+            num_stages, num_microbatches, ...]; they begin empty in each call, and `init` makes none.
         bf16_accum_in_fp32: Add the gradients of bfloat16 parameters over microbatches in float32.
         single_stage_body: The name of `body` in praxis.
     """
@@ -82,19 +81,19 @@ class LayerwiseShardablePipelined(nn.Module):
         """Take the body under either name."""
         if (self.body is None) == (self.single_stage_body is None):
             raise Fp8Error("A pipeline needs one module as body, or as single_stage_body.")
-        # Before `super().__post_init__()`, after which flax refuses to set attributes.
+        # Before `super().__post_init__()`, after which flax does not allow attributes to be set.
         if self.body is None:
             self.body, self.single_stage_body = self.single_stage_body, None
         super().__post_init__()
 
     @nn.compact
     def __call__(self, x: Any, *broadcast_inputs: Any, **broadcast_kwargs: Any) -> Any:
-        """Return what the last stage returns, divided into microbatches if `x` is.
+        """Return the last stage's outputs, divided into microbatches if `x` is.
 
         Args:
             x: Activations, a tree with leaves [num_microbatches, ...] or [batch, ...].
-            *broadcast_inputs: Further inputs of every stage, divided as `x` is: masks, segment ids, paddings. A stage
-                gets those of its microbatch. Scalars and Python values are the same for all.
+            *broadcast_inputs: Further inputs of every stage, divided like `x`: masks, segment ids, paddings. A stage
+                gets its microbatch's. Scalars and Python values are the same for all.
             **broadcast_kwargs: The same by name.
 
         Raises:
@@ -139,7 +138,7 @@ class LayerwiseShardablePipelined(nn.Module):
             variables = meta.remove_axis(variables, 0, {nn.PARTITION_NAME: name})
         drawn = [name for name in self.rng_collections if self.has_rng(name)]
         key = self.make_rng(drawn[0]) if drawn else None
-        # What a stage changes besides is refused, not dropped.
+        # Other changes by a stage raise; they are not dropped.
         fixed = ["params", COLLECTION, *(self.sown_collections if self.is_initializing() else ())]
         mutable = subtract_filters(scope.mutable, fixed)
 
@@ -168,7 +167,7 @@ class LayerwiseShardablePipelined(nn.Module):
         return y
 
 
-# A dataclass answers an option that it does not have with a TypeError, which names no remedy.
+# A dataclass raises a TypeError for an unknown option, without a remedy.
 def _refusing_options_of_praxis(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def run(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -20,7 +20,7 @@ class TrainState(train_state.TrainState):
         state = state.apply_gradients(grads=grads)
 
     Leaves that were not observed keep their values. Other collections, such as batch statistics, are not trained: they
-    keep their values, or take those of `apply_gradients(mutable=...)`.
+    keep their values, or take new ones from `apply_gradients(mutable=...)`.
     """
 
     @classmethod
@@ -44,7 +44,7 @@ class TrainState(train_state.TrainState):
             **kwargs: Further fields of a subclass.
         """
         chosen = trained if is_variables(params) else None
-        # `MultiSteps` keeps overwritten leaves from the optimizer by itself.
+        # `MultiSteps` already keeps overwritten leaves from the optimizer.
         if isinstance(tx, MultiSteps):
             steps = copy.copy(tx)
             steps.trained = tx.trained or chosen
@@ -61,8 +61,8 @@ class TrainState(train_state.TrainState):
 
         Args:
             grads: From `fp8_jax_owg.value_and_grad` or `accumulate`.
-            mutable: The collections that `apply_fn(..., mutable=[...])` returned beside its output, such as
-                `{"batch_stats": ...}`; they replace those of `params`.
+            mutable: The collections that `apply_fn(..., mutable=[...])` returned in addition to its output, such as
+                `{"batch_stats": ...}`; they replace collections of `params`.
             valid: Boolean scalar; a step that is not valid changes nothing but `step`.
             **kwargs: Fields to replace.
 
@@ -80,7 +80,7 @@ class TrainState(train_state.TrainState):
                 )
             params = type(params)({**params, **mutable})
         after = params, opt_state
-        # Python's True is the default, for which nothing has to be selected.
+        # Python's True is the default, for which no selection is necessary.
         if valid is not True:
             after = where_step_valid(valid, after, (self.params, self.opt_state))
         return self.replace(step=self.step + 1, params=after[0], opt_state=after[1], **kwargs)

@@ -1,4 +1,4 @@
-"""FP8 for Flax NNX: a Variable type for overwrite-with-gradient state, operations, and the conversion of models."""
+"""FP8 for Flax NNX: a Variable type, operations, and model conversion."""
 
 from fp8_common.plugin import extra
 

@@ -1,4 +1,4 @@
-"""`convert_to_fp8`: the layers of an NNX model that the rules include multiply in FP8, in place."""
+"""`convert_to_fp8`: selected layers of an NNX model multiply in FP8."""
 
 import inspect
 import logging
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nnx.Module)
 
-# Where each kind of layer keeps the function that multiplies, the FP8 one, and the shape of one kernel: what
-# `nnx.vmap` has stacked has more dimensions in front.
+# The attribute in which each kind of layer keeps its multiplying function, the FP8 one, and the shape of one kernel:
+# stacks from `nnx.vmap` have more leading dimensions.
 LAYERS: dict[type[nnx.Module], tuple[str, type[Fp8Op], Callable[[Any], Sequence[int]]]] = {
     nnx.Linear: ("dot_general", Fp8DotGeneralOp, lambda layer: (layer.in_features, layer.out_features)),
     nnx.LinearGeneral: (
@@ -34,10 +34,12 @@ UNSUPPORTED = (nnx.ConvTranspose, nnx.LoRA)
 
 
 def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoice | None = None) -> Model:
-    """Give the layers of a model FP8 products, in place. Call it before `nnx.split`, `nnx.jit` and the optimizer.
+    """Convert the layers of a model to FP8 matmuls, in place.
+
+    Call it before `nnx.split`, `nnx.jit` and the optimizer.
 
     Converted are `nnx.Linear`, `nnx.LinearGeneral` (and so attention), `nnx.Einsum` and `nnx.Conv`; parameters keep
-    their places and values. State of type `OverwriteWithGradient` is added beside them.
+    their places and values. Each gets state of type `OverwriteWithGradient`.
 
     Args:
         model: The model, or a single layer.
@@ -50,8 +52,8 @@ def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoi
         The model.
 
     Raises:
-        Fp8Error: No layer is converted, a rule decides nothing, a recipe cannot be honoured, or a layer has a
-            product of its own.
+        Fp8Error: No layer is converted, a rule has no effect, a recipe is not supported, or a layer has a custom
+            operation.
     """
     modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
     layers = {name: module for name, module in modules.items() if isinstance(module, tuple(LAYERS))}
@@ -70,7 +72,7 @@ def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoi
             f"No layer to convert among {len(layers)} ({', '.join(list(layers)[:3]) or 'none found'}). "
             "Check the rules and the model."
         )
-    # all are made before one is put in place: a refusal leaves the model as it was
+    # all are made before one is set: an error leaves the model unchanged
     made = [(layers[one.fqn], *_operation(layers[one.fqn], one, scaling)) for one in chosen]
     for layer, attribute, operation in made:
         # NNX holds functions as static attributes; a module is data
@@ -82,7 +84,7 @@ def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoi
 
 
 def _operation(layer: Any, decision: Decision, default: ScalingChoice | None) -> tuple[str, Fp8Op]:
-    """Return where a layer keeps its product, and the FP8 product."""
+    """Return the attribute of a layer's operation, and the FP8 operation."""
     base = next(base for base in LAYERS if isinstance(layer, base))
     attribute, kind, kernel_of = LAYERS[base]
     name = decision.fqn or type(layer).__name__
@@ -105,9 +107,12 @@ def _operation(layer: Any, decision: Decision, default: ScalingChoice | None) ->
 
 
 def _calls(kind: type, base: type, attribute: str) -> bool:
-    """Return whether calls of a subclass reach the product of the layer, as far as the names in its code tell."""
+    """Return whether a subclass's calls reach the layer's operation.
+
+    As far as the names in its code show.
+    """
     code = getattr(inspect.unwrap(kind.__call__), "__code__", None)
     if kind.__call__ is base.__call__ or code is None:
         return True
-    # The names that its code looks up: a product in another method of the class is not seen, and the layer refused.
+    # The names that its code looks up: an operation in another method of the class is not found, and the layer raises.
     return attribute in code.co_names or "super" in code.co_names or base.__name__ in code.co_names

@@ -20,9 +20,11 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     wrt: filterlib.Filter = nnx.Param,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Return a function that computes a loss and its gradient with respect to models among its arguments.
+    """Return a function for a loss and its gradient by models.
 
-    State is treated as batch statistics are: the models hold its next value afterwards, the gradient is that of
+    Models are among the loss's arguments.
+
+    State is treated like batch statistics: the models hold its next value afterwards, the gradient has only
     parameters, and the stock `nnx.Optimizer` is right. Gradients of several micro-batches, devices or steps that may
     be thrown away need the state in the gradient: name `OverwriteWithGradient` in `wrt`.
 
@@ -31,9 +33,9 @@ def value_and_grad(
             random numbers, metrics, caches.
         has_aux: Whether `fun` returns (loss, anything).
         argnums: Which arguments are differentiated, one number or several.
-        wrt: Which of their variables the gradient is for. With `nnx.Any(nnx.Param, OverwriteWithGradient)` it holds
-            what was observed of the state too, models keep theirs, and `fp8_jax_owg.accumulate`, `pmean`,
-            `optax.MultiSteps` and `apply_updates` take it.
+        wrt: Filter of the differentiated variables. With `nnx.Any(nnx.Param, OverwriteWithGradient)` the gradient also
+            holds the observations of the state, models keep their state, and `fp8_jax_owg.accumulate`, `pmean`,
+            `optax.MultiSteps` and `apply_updates` accept the gradient.
 
     Returns:
         A function with the arguments of `fun` that returns (value, gradients), gradients as an `nnx.State`, or a tuple
@@ -41,7 +43,7 @@ def value_and_grad(
     """
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     asked = filterlib.to_predicate(wrt)
-    # the state is differentiated in any case, and lies apart where the gradient is not asked to hold it
+    # the state is differentiated in any case, and is separate if the gradient shall not hold it
     chosen = filterlib.to_predicate(nnx.Any(wrt, is_overwritten))
 
     @functools.wraps(fun)
@@ -63,8 +65,8 @@ def value_and_grad(
             given = every | inner
             out = fun(*(given[str(place)] for place in range(len(args))), **{name: given[name] for name in kwargs})
             value, aux = out if has_aux else (out, None)
-            # Of the graph, the trained variables, the other variables and the rest, the third: what `fun` may have
-            # changed.
+            # Of the graph, the trained variables, the other variables and the rest, the third: variables that `fun` may
+            # have changed.
             return value, (aux, nnx.split(inner, trains, nnx.Variable, ...)[2])
 
         both = transforms.value_and_grad(pure, has_aux=True)
@@ -91,7 +93,7 @@ def grad(
     argnums: int | Sequence[int] = 0,
     wrt: filterlib.Filter = nnx.Param,
 ) -> Callable[..., Any]:
-    """Return a function that computes the gradient of a loss; arguments are those of `value_and_grad`.
+    """Return a function for a loss's gradient; see `value_and_grad`.
 
     With `has_aux` it returns (gradients, aux).
     """

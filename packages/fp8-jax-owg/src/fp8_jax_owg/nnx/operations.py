@@ -1,7 +1,7 @@
-"""What NNX layers call instead of `lax.dot_general`, `jnp.einsum` and `lax.conv_general_dilated`, and their variables.
+"""Replacements for `lax.dot_general`, `jnp.einsum` and `lax.conv_general_dilated` in NNX layers.
 
-Each operation is a module that holds the leaves of one matmul as attributes, under flax's names. A layer needs an
-operation of its own: two layers that share one share its scales.
+Each operation is a module that holds the leaves of one matmul as attributes, under flax's names. Each layer needs a
+separate operation: two layers that share one share its scales.
 """
 
 from typing import Any
@@ -19,36 +19,47 @@ from fp8_jax_owg.state.pairs import COLLECTION, init_meta, is_marked
 
 
 class OverwriteWithGradient(nnx.Variable[Any]):
-    """A float32 value whose gradient is its next value. It is no `nnx.Param`: no optimizer touches it."""
+    """A float32 value overwritten by its gradient.
+
+    It is no `nnx.Param`: no optimizer updates it.
+    """
 
     is_overwrite_with_gradient = True
 
 
-# The name that flax's bridges give the type they make of the collection. MaxText's pipelines know the state by it, and
-# refuse variables of other names; `__qualname__`, by which pickle finds a class, stays.
+# The name that flax's bridges give the type they make of the collection. MaxText's pipelines recognize the state by it,
+# and reject variables of other names; `__qualname__`, by which pickle finds a class, stays.
 OverwriteWithGradient.__name__ = COLLECTION
-# Flax's bridges between Linen and NNX look the collection up here, in both directions. Without an entry they make a
-# type of their own, which no filter for OverwriteWithGradient finds.
+# Flax's bridges between Linen and NNX look the collection up here, in both directions. Without an entry they make
+# another type, which no filter for OverwriteWithGradient finds.
 nnx.register_variable_name(COLLECTION, OverwriteWithGradient, overwrite=True)
 
 
 def is_overwritten(path: Any, value: Any) -> bool:
-    """Whether a variable is overwritten with its gradient: of our type, or one that a bridge made; a filter of NNX."""
+    """Return whether a variable is overwritten with its gradient; an NNX filter.
+
+    It is of our type, or one that a bridge made.
+    """
     return isinstance(value, nnx.Variable) and is_marked(value)
 
 
 def promote_dtype(args: tuple[Any, Any, Any], /, **options: Any) -> tuple[Any, Any, Any]:
-    """Promote (inputs, kernel, bias) as flax does; of a float32 kernel GPUs then write no bfloat16 copy."""
+    """Promote (inputs, kernel, bias) like flax, without a float32 kernel's copy.
+
+    GPUs would write a bfloat16 copy.
+    """
     inputs, kernel, bias = dtypes.promote_dtype(args, **options)
     return inputs, as_master(jnp.asarray(args[1]), kernel), bias
 
 
 class Fp8Op(nnx.Module):
-    """Base of the operations: it holds the leaves of one matmul, if its scaling needs any.
+    """Base of operations: holds the state leaves of one matmul.
+
+    Current scaling needs none.
 
     Args:
         scaling: `DelayedScaling`, `CurrentScaling`, or a recipe of `fp8_common`; None is `DelayedScaling()`.
-        stacked: Leading sizes of the kernel of layers that `nnx.vmap` has made, each of which has leaves of its own.
+        stacked: Leading sizes of the kernels of stacked layers from `nnx.vmap`, each of which has separate leaves.
     """
 
     function = staticmethod(fp8_dot_general)
@@ -70,7 +81,7 @@ class Fp8Op(nnx.Module):
         return {name: getattr(self, name)[...] for name in self.names} or None
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """Multiply; arguments and errors are those of the function of `fp8_jax_owg`, whose state is here."""
+        """Multiply, with arguments and errors of the function in `fp8_jax_owg`."""
         return self.function(*args, **kwargs, meta=self.meta, scaling=self.scaling)
 
 

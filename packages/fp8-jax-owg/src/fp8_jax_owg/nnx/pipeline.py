@@ -1,6 +1,6 @@
 """Pipelines of an NNX module: copies of a stage with stacked variables.
 
-Which variables are overwritten with their gradient, their type tells: `OverwriteWithGradient`.
+Overwritten variables are recognized by their type: `OverwriteWithGradient`.
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ from fp8_jax_owg.pipeline import PipelineOptions, Schedule, batch_of, divide, pi
 
 
 class LayerwiseShardablePipelined(nnx.Module):
-    """Runs microbatches through `num_stages` copies of a module, each with variables of its own.
+    """Runs microbatches through `num_stages` copies of a module, with separate variables.
 
     The result equals running each microbatch through one copy after the other. A stage that changes variables when it
-    is called (batch statistics, counters of random numbers, sown values) is refused: microbatches of several stages
-    run at once, in an order of their own.
+    is called (batch statistics, counters of random numbers, sown values) raises: microbatches of several stages run
+    concurrently, in another order.
 
     Attributes:
         stages: The module, with variables [num_stages, ...], or [circular_repeat, num_stages, ...].
@@ -59,12 +59,12 @@ class LayerwiseShardablePipelined(nnx.Module):
         self.stages = (_stack(make, circular_repeat) if circular_repeat > 1 else make)(rngs)
 
     def __call__(self, x: Any, *broadcast_inputs: Any, **broadcast_kwargs: Any) -> Any:
-        """Return what the last stage returns, divided into microbatches if `x` is.
+        """Return the last stage's outputs, divided into microbatches if `x` is.
 
         Args:
             x: Activations, a tree with leaves [num_microbatches, ...] or [batch, ...].
-            *broadcast_inputs: Further inputs of every stage, divided as `x` is: masks, segment ids, paddings. A stage
-                gets those of its microbatch. Scalars and Python values are the same for all.
+            *broadcast_inputs: Further inputs of every stage, divided like `x`: masks, segment ids, paddings. A stage
+                gets its microbatch's. Scalars and Python values are the same for all.
             **broadcast_kwargs: The same by name.
 
         Raises:

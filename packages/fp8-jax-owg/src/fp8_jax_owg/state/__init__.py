@@ -1,1 +1,1 @@
-"""State of delayed scaling: pairs of scale and history at rest, live leaves inside of a loss, and how uses meet."""
+"""State of delayed scaling: stored pairs, live leaves, and shared cotangents."""

@@ -1,6 +1,6 @@
-"""Observed amax and scales as cotangents: how they are encoded, how those of several uses meet, and the dtype for it.
+"""Observations as cotangents: encoding, combination by MAX, and their dtype.
 
-Inside of a loss state has an extended dtype of JAX, which autodiff asks how to add: cotangents are combined by MAX.
+Inside of a loss state has an extended dtype of JAX, whose rule autodiff calls to add: cotangents are combined by MAX.
 
 - `fp32_max_grad` is float32 for XLA, with -inf as the zero of its cotangents: overwritten values of the user.
 - `fp8_state` is the live leaf of a pair: one element holds everything that a matmul reads, as int32 [7], so that the
@@ -17,9 +17,9 @@ layer that was skipped. An observed amax of zero must differ from that, and must
 | cotangent | means |
 |---|---|
 | 0.0 | autodiff's zero: not used, nothing observed |
-| -inf | not observed, said explicitly |
+| -inf | not observed, explicitly |
 | NaN, +inf | not finite, hence not recorded |
-| in (-2^-125, -2^-126] | an observed zero or subnormal: its bits plus those of 2^-126, with the sign set |
+| in (-2^-125, -2^-126] | an observed zero or subnormal: its bits plus the bits of 2^-126, with the sign set |
 | anything else | itself |
 
 The fourth row also keeps subnormals out of the float operations in which XLA flushes them. Values are scales and
@@ -66,7 +66,7 @@ NOT_OBSERVED_BITS = int(NOT_OBSERVED.view(np.int32))
 INFINITY_KEY, SMALLEST_NORMAL_KEY = np.int32(0x7F800000), np.int32(0x00800000)
 
 
-# Primitives from here on, where `jnp` would trace a function for each operator: each product of a program traces these.
+# Primitives from here on, where `jnp` would trace a function for each operator: each matmul of a program traces these.
 def encode(value: jax.Array) -> jax.Array:
     """Return observations as cotangents.
 
@@ -74,10 +74,10 @@ def encode(value: jax.Array) -> jax.Array:
         value: float32, any shape: not negative, or -inf for "not observed".
     """
     bits = to_bits(value)
-    # what is negative is large without a sign
+    # negative values are large without a sign
     is_small = lax.lt(lax.bitcast_convert_type(bits, np.uint32), np.uint32(SMALLEST_NORMAL_KEY))
-    # Exponent field 1 instead of 0 with the mantissa as it was: a normal number, which nothing flushes. Below zero,
-    # where no scale and no amax lies, so that `decode` knows it.
+    # Exponent field 1 instead of 0 with the mantissa unchanged: a normal number, which nothing flushes. Negative,
+    # unlike scales and amax, so that `decode` recognizes it.
     raise_by = lax.mul(lax.convert_element_type(is_small, np.int32), np.int32(SIGN_MASK + SMALLEST_NORMAL_KEY))
     return from_bits(lax.add(bits, raise_by))
 
@@ -102,22 +102,25 @@ def observed_where(flags: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def is_observed(value: jax.Array) -> jax.Array:
-    """Return, for decoded observations, where there is one; bool."""
+    """Return bool: where decoded observations exist."""
     return lax.ne(to_bits(value), np.int32(NOT_OBSERVED_BITS))
 
 
 def maximum(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return the greater observation, subnormals included, which XLA's float maximum takes for zero."""
+    """Return the greater observation, also among subnormals.
+
+    XLA's float maximum flushes subnormals to zero.
+    """
     return from_ordered(lax.max(to_ordered(x), to_ordered(y)))
 
 
 def combine_max(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return the maximum of two cotangents, element by element; 0 where neither has observed anything."""
+    """Return the elementwise maximum of cotangents; 0 if neither observed anything."""
     return zero_where_nothing(encode(maximum(decode(x), decode(y))))
 
 
 def zero_where_nothing(cotangent: jax.Array) -> jax.Array:
-    """Return cotangents that say "not observed" by 0 alone: norms of them stay finite."""
+    """Return cotangents with "not observed" as 0, for finite norms."""
     return jnp.where(is_observed(decode(cotangent)), cotangent, jnp.float32(0))
 
 
@@ -127,7 +130,7 @@ def maximum_over(x: jax.Array, axis: int) -> jax.Array:
 
 
 def to_ordered(x: jax.Array) -> jax.Array:
-    """Return int32 that sort as the float32 `x` do; what collectives take the maximum of."""
+    """Return int32 in the order of float32 `x`, for MAX collectives."""
     return flipped(to_bits(x))
 
 
@@ -139,44 +142,44 @@ def from_ordered(keys: jax.Array) -> jax.Array:
 # ---------------------------------------------------------------- the dtype
 
 
-# JAX finds out that a dtype has rules of its own with `issubdtype(dtype, jax.dtypes.extended)`, which looks at the
-# dtype's attribute `type`: this class, of which there are no instances.
+# JAX recognizes a dtype with custom rules by `issubdtype(dtype, jax.dtypes.extended)`, which reads the dtype's
+# attribute `type`: this class, which has no instances.
 class max_grad(jax.dtypes.extended):
     """The scalar type, for `jax.dtypes.issubdtype`."""
 
 
 class MaxGradRules:
-    """What JAX asks about the dtype."""
+    """JAX's rules for the extended dtype."""
 
-    # to and from what an element is for XLA, and nothing else
+    # to and from the representation of an element in XLA, and nothing else
     allow_conversion = True
 
     @staticmethod
     def physical_element_aval(dtype: Any) -> Any:
-        """What one element is for XLA."""
+        """Representation of one element in XLA."""
         return core.ShapedArray(dtype.element, dtype.representation)
 
     @staticmethod
     def tangent_dtype(dtype: Any) -> Any:
-        """The dtype of tangents and cotangents: the same, so that they meet by MAX."""
+        """Dtype of tangents and cotangents: unchanged, so that MAX combines them."""
         return dtype
 
     @staticmethod
     def add(dtype: Any, x: Any, y: Any) -> Any:
-        """How autodiff combines two cotangents."""
+        """Combination of two cotangents in autodiff."""
         # Called for `add_any`, the primitive by which autodiff joins the cotangents of several uses, iterations of a
         # loop among them. They are decoded here (`share_leaf`): encoded, a zero would be above every subnormal.
         return from_values(maximum(values_of(x), values_of(y)), dtype)
 
     @staticmethod
     def zero(dtype: Any) -> Any:
-        """The cotangent of what was not used, and the least of all."""
+        """The cotangent of unused state, and the least of all."""
         return MaxGradRules.full((), 0, dtype)
 
     @staticmethod
     def full(shape: tuple[int, ...], value: Any, dtype: Any) -> Any:
         """An array of one value; of zeros, one of "not used"."""
-        # JAX asks for zeros where it fills up a cotangent, around a slice that was used for example.
+        # JAX requests zeros where it fills up a cotangent, around a slice for example.
         is_zero = isinstance(value, int | float | np.number) and value == 0
         if not dtype.element:
             filled = lax.full(shape, NOT_OBSERVED if is_zero else lax.convert_element_type(value, np.float32))
@@ -189,9 +192,9 @@ class MaxGradRules:
 
     @staticmethod
     def global_sharded_result_handler(aval: Any, sharding: Any, committed: bool) -> Callable[[Any], Any]:
-        """How results of compiled functions become arrays."""
-        # Needed although the dtype stays inside of traced functions: outside of jit each primitive is a compiled
-        # function of its own, and returns arrays of this dtype. The layout is that of the representation.
+        """Conversion of compiled results to arrays."""
+        # Needed although the dtype stays inside of traced functions: outside of jit each primitive is a separate
+        # compiled function, and returns arrays of this dtype. The layout is the representation's.
         physical, placed = core.physical_aval(aval), sharding_impls.physical_sharding(aval, sharding)
         handler = pxla.global_result_handlers[core.ShapedArray](physical, placed, committed)
         return handler.wrap(lambda array: earray.EArray(aval, array))
@@ -202,10 +205,10 @@ class MaxGradDType(dtypes.ExtendedDType):
     """The dtype object; its instances are `fp32_max_grad` and `fp8_state`.
 
     Both equal the dtypes of flax and praxis (`fm32`), which combine cotangents by MAX as well: their layers compare
-    dtypes to find out that a state is shared, and ours take what their loops have shared. They do not equal each other.
+    dtypes to recognize shared state, and ours accept state shared by their loops. They do not equal each other.
 
     Attributes:
-        name: What JAX's errors call it: a word, and what to do.
+        name: Name in JAX's errors: a word, and a remedy.
         representation: The dtype of an element for XLA. No cast of floats reaches an element of int32.
         element: The shape of one element for XLA.
         itemsize: Bytes of one element.
@@ -222,13 +225,12 @@ class MaxGradDType(dtypes.ExtendedDType):
     type: type = max_grad
 
     def __eq__(self, other: object) -> bool:
-        # no other extended dtype wraps a float dtype
-        # From the other side too: the `__eq__` of flax's dataclass returns NotImplemented for another class, and Python
-        # then asks this one.
+        # no other extended dtype wraps a float dtype. From the other side too: the `__eq__` of flax's dataclass returns
+        # NotImplemented for another class, and Python then calls this one.
         same = hasattr(other, "_rules") and getattr(other, "float_dtype", None) == self.float_dtype
         return same and getattr(other, "element", self.element) == self.element
 
-    # Not the hash of flax's dtype: sets and dictionaries keep the two apart, only `==` does not.
+    # Not the hash of flax's dtype: sets and dictionaries keep both, only `==` does not.
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
@@ -243,7 +245,7 @@ fp32_max_grad = MaxGradDType("fp32_max_grad", jnp.dtype("float32"), (), 4)
 """float32 whose cotangents are combined by MAX; "not used" is -inf."""
 fm32 = fp32_max_grad
 """The short name that flax and praxis use."""
-# JAX adds up what devices return while it compiles, behind the last call of this package.
+# JAX sums the results of devices while it compiles, after the last call of this package.
 _NAME = (
     "fp8_state (into a shard_map with check_vma=False or a pmap pass fp8_jax_owg.unshare(state), and call "
     "fp8_jax_owg.replicated there)"
@@ -253,7 +255,7 @@ fp8_state = MaxGradDType(_NAME, jnp.dtype("int32"), (7,), 28)
 
 
 def values_of(x: jax.Array) -> jax.Array:
-    """Return an array [...] of a shared dtype as float32 [..., *element]; no derivative."""
+    """Return a shared array [...] as float32 [..., *element]; no derivative."""
     dtype: Any = x.dtype
     if getattr(dtype, "element", ()):
         return from_bits(lax.convert_element_type(x, np.int32))
@@ -272,18 +274,18 @@ def _add_eagerly(x: Any, y: Any) -> Any:
 
 
 # Eager code accumulates cotangents of extended dtypes by the rule of their dtype, as compiled code does. One entry for
-# all extended dtypes: whoever registered one before keeps it, each looks the rule up in the dtype.
+# all extended dtypes: an earlier registration is kept, each looks the rule up in the dtype.
 ad_util.raw_jaxval_adders.setdefault(earray.EArray, _add_eagerly)
 
 
 def is_state(x: Any) -> bool:
-    """Whether `x` is an array of `fp8_state`."""
+    """Return whether `x` is an array of `fp8_state`."""
     dtype = getattr(x, "dtype", None)
     return isinstance(dtype, MaxGradDType) and dtype.element != ()
 
 
 def is_shared(x: Any) -> bool:
-    """Whether `x` is an array of `fp8_state` or `fp32_max_grad`."""
+    """Return whether `x` is an array of `fp8_state` or `fp32_max_grad`."""
     dtype = getattr(x, "dtype", None)
     return isinstance(dtype, dtypes.ExtendedDType) and dtype in (fp32_max_grad, fp8_state)
 
@@ -292,7 +294,9 @@ def is_shared(x: Any) -> bool:
 
 
 def share_leaf(x: Any, dtype: Any = fp32_max_grad) -> jax.Array:
-    """Return a float32 array as a shared dtype, [..., 7] as [..., 1] of `fp8_state`; a shared one as it is.
+    """Return a float32 array as a shared dtype.
+
+    [..., 7] becomes [..., 1] of `fp8_state`; a shared array is returned unchanged.
 
     Raises:
         Fp8Error: It is neither.
@@ -310,7 +314,10 @@ def unshare_leaf(x: Any) -> jax.Array:
 
 
 def from_numbers(numbers: jax.Array, dtype: Any = fp8_state) -> jax.Array:
-    """Return the numbers of live leaves, float32 [..., 7], as [..., 1] of `fp8_state`; no derivative."""
+    """Return live leaves' numbers [..., 7] as [..., 1] of `fp8_state`.
+
+    No derivative.
+    """
     if getattr(dtype, "element", ()):
         numbers = lax.expand_dims(to_bits(numbers), (numbers.ndim - 1,))
     return lax.convert_element_type(numbers, dtype)
@@ -323,8 +330,8 @@ def numbers_of(x: jax.Array) -> jax.Array:
     return lax.convert_element_type(x, np.float32)
 
 
-# Rules of their own, because here cotangents leave the dtype, and JAX adds from there on: encoded, a zero of autodiff
-# means "not used", and adding it changes nothing. JAX's own transpose would take encoded cotangents for values.
+# Custom rules, because here cotangents leave the dtype, and JAX adds from there on: encoded, a zero of autodiff means
+# "not used", and adding it changes nothing. JAX's own transpose would treat encoded cotangents as values.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _share(dtype: Any, x: jax.Array) -> jax.Array:
     return from_numbers(x, dtype)
@@ -357,7 +364,7 @@ first_order_only.defjvp(refuse_second_order)
 
 @contextlib.contextmanager
 def reverse_mode_only() -> Iterator[None]:
-    """Say it in a sentence if JAX asks what is called here for a forward-mode derivative.
+    """Turn JAX's forward-mode error into a readable one.
 
     Raises:
         Fp8UnsupportedError: It did.
@@ -374,7 +381,7 @@ def reverse_mode_only() -> Iterator[None]:
 
 
 def like(observed: jax.Array, value: jax.Array) -> jax.Array:
-    """Reduce what was observed to what the state can hold, by MAX.
+    """Reduce observations to the state's shape, by MAX.
 
     Under `vmap` with a state that is shared by the examples, the maximum over the examples; with
     `shard_map(..., check_vma=True)` and a state that is equal on all devices of an axis, the maximum over them.
@@ -383,7 +390,7 @@ def like(observed: jax.Array, value: jax.Array) -> jax.Array:
         observed: float32 [...]: decoded observations.
         value: The state it is for; only how it is mapped matters.
     """
-    # First over examples of vmap, which only a batching rule sees, then over devices, whose axes the types tell.
+    # First over examples of vmap, which only a batching rule sees, then over devices, whose axes the types show.
     reduced = _over_mapped(observed, value)
     missing = tuple(sorted(varying_axes(reduced) - varying_axes(value)))
     return from_ordered(lax.pmax(to_ordered(reduced), missing)) if missing else reduced

@@ -1,17 +1,17 @@
-"""Live state: what matmuls read of a tensor's state inside of a loss, what they observe, and the next state.
+"""Live state: the state's form inside of a loss, and its update.
 
 Before a loss runs, all pairs of a model become live in one vectorised pass: a live leaf holds everything that a matmul
-reads of a pair, with the scales for the usual formats. It takes the place of the scale; the history stays beside it, as
-a constant that nothing reads. `LiveIndex` names its places.
+reads of a pair, with the scales for the usual formats. It replaces the scale; the history stays next to it, as a
+constant that nothing reads. `LiveIndex` names its places.
 
-What uses observe comes back as the cotangent of the live leaf, whose first places `ObservationIndex` names: the amax,
-a *witness* of it, the scale that was used, equal for all uses, and a constant. The witness is a monotone function of the
-amax and far from linear. So the maximum of both is consistent, and a sum, a mean, a scaled or clipped gradient is not; the
-constant tells what was computed with inside of the loss. Whatever combines observations in another way than by MAX
+Observations are the cotangent of the live leaf, whose first places `ObservationIndex` names: the amax,
+a *witness* of it, the scale that was used, equal for all uses, and a constant. The witness is a monotone function of
+the amax and far from linear. So the maximum of both is consistent, and a sum, a mean, a scaled or clipped gradient is
+not; the constant marks cotangents from computations inside of the loss. Any combination of observations other than MAX
 makes the next state NaN instead of wrong.
 
-In gradients a pair keeps its shape: the scale is that which was used, with a minus, and the history begins with amax
-and witness (so one of length 1 has two entries there). Zeros say that nothing was observed. `next_pair` rolls the
+In gradients a pair keeps its shape: the scale is the used one, negated, and the history begins with amax
+and witness (so one of length 1 has two entries there). Zeros mean that nothing was observed. `next_pair` rolls the
 history; it is called once per step of the optimizer, by `apply_updates`, and histories roll as often.
 """
 
@@ -57,7 +57,7 @@ class LiveIndex(enum.IntEnum):
 
 
 class ObservationIndex(enum.IntEnum):
-    """Places of the cotangent of a live leaf; nothing is said in the others."""
+    """Places of a live leaf's cotangent; the other places are unused."""
 
     AMAX = 0
     WITNESS = 1
@@ -74,12 +74,12 @@ MADE: dict[Format, tuple[LiveIndex, LiveIndex]] = {
 SMALLEST_SCALE_INV, GREATEST_SCALE_INV = np.float32(2.0**-100), np.float32(2.0**126)
 GREATEST_KEY = np.int32(0x7F7FFFFF)
 CANARY = np.float32(1 / 3)
-"""What every use observes beside its amax, and no arithmetic leaves as it is: rounding does not, nor does adding."""
+"""Constant observation next to the amax; no arithmetic preserves it: rounding does not, nor does adding."""
 CONSTANT_PLACES = np.array([CANARY.view(np.int32)] + [NOT_OBSERVED_BITS] * (WIDTH - len(ObservationIndex)), np.int32)
-"""The bits of what is observed behind the scale; as integers, among which `jax_debug_infs` stops at no constant."""
+"""Bits of the places after the scale; as integers, among which `jax_debug_infs` stops at no constant."""
 NAN_BITS = np.int32(NAN_KEY)
 LOWEST_UNSOUND, MINUS_INFINITY = np.int32(-(2**31) + 2 * 0x00800000), np.float32(-np.inf).view(np.int32)
-"""Between these lie the bits of finite negative numbers from the binade above that of encoded zeros on."""
+"""Bounds of the bits of finite negative numbers, from the binade above encoded zeros on."""
 
 
 PLAIN = (
@@ -88,7 +88,7 @@ PLAIN = (
     "must not see the state, or the next step is NaN: use fp8_jax_owg.linen.TrainState, or "
     "fp8_jax_owg.optimizers.bypass_owg(tx) with fp8_jax_owg.apply_updates."
 )
-"""What plain gradients of state are told."""
+"""Warning of plain gradients of state."""
 
 
 class UnsharedStateWarning(UserWarning):
@@ -96,11 +96,13 @@ class UnsharedStateWarning(UserWarning):
 
 
 def witness(amax: jax.Array) -> jax.Array:
-    """Return a function of an amax that tells MAX from every other way of combining: monotone, far from linear.
+    """Return a witness of amax that distinguishes MAX from other combinations.
 
-    Its exponent is halved and its mantissa squared; it is exact, and a normal number for every finite amax. What only
-    halves exponents is linear between powers of four, and a mean passes through it; what only squares mantissas
-    commutes with powers of four, and a sum of four equal amax passes. Both together let neither pass.
+    It is monotone and far from linear.
+
+    Its exponent is halved and its mantissa squared; it is exact, and a normal number for every finite amax. A function
+    that only halves exponents is linear between powers of four, and a mean passes through it; a function that only
+    squares mantissas commutes with powers of four, and a sum of four equal amax passes. Neither passes both together.
 
     Args:
         amax: float32, any shape, not negative.
@@ -112,18 +114,21 @@ def witness(amax: jax.Array) -> jax.Array:
 
 
 def is_live(pair: Pair) -> bool:
-    """Return whether the scale of a pair is a live leaf, of `fp8_state` or not."""
+    """Return whether a pair's scale is live, in either dtype."""
     return is_state(pair.scale) or jnp.shape(pair.scale) == (*jnp.shape(pair.history)[:-1], WIDTH)
 
 
 def is_at_rest(pair: Pair) -> bool:
-    """Return whether two leaves have the shapes of a scale and its history."""
+    """Return whether two leaves have the shapes of scale and history."""
     scale, history = pair
     return not is_state(scale) and jnp.ndim(history) > 0 and jnp.shape(scale) == (*jnp.shape(history)[:-1], 1)
 
 
 def stored_scale(live: jax.Array) -> jax.Array:
-    """Return the scale that the last step has left in a live leaf [..., 1] of `fp8_state`; float32 [...]."""
+    """Return the stored scale of a live leaf as float32 [...].
+
+    Live leaves are [..., 1] of `fp8_state`.
+    """
     return lax.stop_gradient(unshare_leaf(live)[..., LiveIndex.STORED])
 
 
@@ -131,9 +136,9 @@ def stored_scale(live: jax.Array) -> jax.Array:
 
 
 def in_rows(function: Callable[..., jax.Array], *leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return `function` of the leaves of each pair, computed for all pairs together where that is possible.
+    """Return `function` of each pair's leaves, batched where possible.
 
-    Unrolled models have hundreds of pairs, and a program for each would be most of what is compiled.
+    Unrolled models have hundreds of pairs, and one program for each would dominate compilation.
 
     Args:
         function: Of arrays [n, ...], whose rows are independent; it returns [n, k].
@@ -162,8 +167,11 @@ def in_rows(function: Callable[..., jax.Array], *leaves: Sequence[jax.Array]) ->
 
 
 def _places(starts: np.ndarray) -> Sequence[Any]:
-    """Return where rows begin, as numbers that XLA on CPUs does not know: it would compile a program for each row."""
-    numbers = map(np.uint32, starts)  # unsigned: what may be negative would be wrapped around
+    """Return row offsets that XLA on CPUs cannot fold.
+
+    It would compile a program for each row.
+    """
+    numbers = map(np.uint32, starts)  # unsigned: negative values would wrap around
     return lax.platform_dependent(*numbers, cpu=lambda *x: lax.optimization_barrier(x), default=lambda *x: x)
 
 
@@ -177,14 +185,14 @@ def make_live(pairs: Sequence[Pair]) -> list[jax.Array]:
         float32 [..., 7] for each.
     """
     made = in_rows(_live_rows, *zip(*pairs, strict=True)) if pairs else []
-    # Each apart: XLA would fuse the place of a tensor among all into the cast that reads it, and casts that differ in
-    # nothing else would be compiled one by one.
+    # Each separately: XLA would fuse the index of a tensor into the cast that reads it, and casts that differ only in
+    # it would be compiled one by one.
     return list(map(lax.optimization_barrier, made))
 
 
 @jax.jit
 def _live_rows(scale: jax.Array, history: jax.Array) -> jax.Array:
-    # a scale below zero is what gradients hold: they are no state, see `next_pair`
+    # gradients hold a scale below zero: they are no state, see `next_pair`
     greatest = from_bits(jnp.where(_is_negative(to_bits(scale)), NAN_BITS, to_bits(_greatest(history))))
     into, back = _scales(scale, greatest, np.array([E4M3.max, E5M2.max], np.float32))
     # XLA on CPUs would compute scales again for each element that they are used for
@@ -192,11 +200,13 @@ def _live_rows(scale: jax.Array, history: jax.Array) -> jax.Array:
 
 
 def _greatest(history: jax.Array) -> jax.Array:
-    """Return the greatest amax [..., 1] of histories [..., length]; NaN where steps cannot have left one.
+    """Return the greatest amax [..., 1] of histories [..., length].
 
-    Nothing that a step stores is negative, but for encoded zeros, which plain `jax.grad` leaves, and -inf: as integers
-    they are below zero, and zero is the least result. An optimizer that subtracts the gradient makes amax negative; a
-    SUM of encoded zeros is below each of them.
+    NaN where steps cannot have left one.
+
+    Steps store no negative values, except encoded zeros, which plain `jax.grad` leaves, and -inf: as integers they are
+    below zero, and zero is the least result. An optimizer that subtracts the gradient makes amax negative; a SUM of
+    encoded zeros is below each of them.
     """
     bits = to_bits(history)
     keys = jnp.maximum(jnp.where(_is_negative(bits), NAN_BITS, bits), np.int32(0))
@@ -204,7 +214,7 @@ def _greatest(history: jax.Array) -> jax.Array:
 
 
 def _is_negative(bits: jax.Array) -> jax.Array:
-    """Return where bits are those of finite negative numbers, encoded zeros apart."""
+    """Return where bits are finite negative numbers, except encoded zeros."""
     return (bits >= LOWEST_UNSOUND) & (bits < MINUS_INFINITY)
 
 
@@ -213,7 +223,7 @@ def _scales(stored: jax.Array, amax: jax.Array, limits: np.ndarray) -> tuple[jax
 
     Args:
         stored: The scale back that is kept while there is no usable amax, limited to [2^-100, 2^126]; broadcastable.
-        amax: What the history stands for; NaN makes the scale back NaN. Broadcastable.
+        amax: Reduction of the history; NaN makes the scale back NaN. Broadcastable.
         limits: float32, the greatest value of each format, with its margin.
     """
     shape = np.broadcast_shapes(stored.shape, amax.shape, limits.shape)
@@ -226,13 +236,15 @@ def _scales(stored: jax.Array, amax: jax.Array, limits: np.ndarray) -> tuple[jax
     into = jnp.where(
         usable, lax.clamp(np.float32(CANONICAL.lower), quotient, np.float32(CANONICAL.upper)), divide_nearest(1.0, kept)
     )
-    # 1 / (1 / scale) may differ from scale in the last bit: what is kept is kept exactly
+    # 1 / (1 / scale) may differ from scale in the last bit: the stored scale is kept exactly
     back = jnp.where(usable, divide_nearest(1.0, into), kept)
     return into, from_bits(jnp.where(key > INFINITY_KEY, NAN_BITS, to_bits(back)))
 
 
 def scales_of(live: Mapping[Tensor, jax.Array], scaling: Scaling) -> dict[Tensor, Sequence[jax.Array]]:
-    """Return the scales of the tensors of one matmul, into FP8 and back, float32 scalars; none for current scaling.
+    """Return the scales of a matmul's tensors, into FP8 and back.
+
+    float32 scalars; none for current scaling.
 
     Args:
         live: The live leaf of each tensor, [1] of `fp8_state` or float32 [7].
@@ -259,12 +271,14 @@ def scales_of(live: Mapping[Tensor, jax.Array], scaling: Scaling) -> dict[Tensor
 
 @jax.jit
 def observation(amax: jax.Array, back: jax.Array, live: jax.Array) -> jax.Array:
-    """Return the cotangent of a live leaf, of its shape and dtype; an amax that is infinite or NaN is not observed.
+    """Return the cotangent of a live leaf from an amax.
+
+    An amax that is infinite or NaN is not observed.
 
     Args:
         amax: float32 [].
         back: float32 [], the scale that was used.
-        live: [1] of `fp8_state` or float32 [7]; what examples and devices observe that share it is combined.
+        live: [1] of `fp8_state` or float32 [7]; observations of examples and devices that share it are combined.
     """
     seen = [lax.reshape(to_bits(x), (1,)) for x in (amax, witness(amax), back)]
     finite = lax.lt(float_key(amax), INFINITY_KEY)
@@ -274,7 +288,7 @@ def observation(amax: jax.Array, back: jax.Array, live: jax.Array) -> jax.Array:
 
 
 def to_gradient(pairs: Sequence[Pair], cotangents_of: Sequence[jax.Array]) -> list[Pair]:
-    """Return what uses have observed in the shape of pairs, as gradients hold it.
+    """Return observations in the shape of pairs, as gradients hold them.
 
     Args:
         pairs: At rest.
@@ -295,20 +309,22 @@ def _seen_rows(scale: jax.Array, cotangent: jax.Array) -> jax.Array:
     amax, seen_witness, back, canary = jnp.moveaxis(
         jnp.where(is_known, cotangent, 0)[..., : len(ObservationIndex)], -1, 0
     )
-    # what was computed with, or is said in other places, as the gradient of a penalty is: a witness of no amax
+    # values from other computations, or in other places, such as the gradient of a penalty: a witness of no amax
     foreign = is_known[..., len(ObservationIndex) :].any(-1)
     foreign |= is_known[..., ObservationIndex.AMAX] & (canary != CANARY)
     seen_witness = jnp.where(foreign, jnp.finfo(jnp.float32).max, seen_witness)
-    # the scale of a state that no step can have left is NaN, and says nothing
+    # a scale that no step can have left is NaN and carries no information
     used = jnp.where(back > 0, back, scale[..., 0])
     used = jnp.where(to_bits(amax) == 0, jnp.zeros_like(used), -used)
-    # or all of this is computed again for each tensor, in a program of its own
+    # otherwise everything is computed again for each tensor, in a separate program
     return lax.optimization_barrier(jnp.stack([used, amax, seen_witness], axis=-1))
 
 
 @jax.jit
 def next_pair(old: Pair, gradient: Pair) -> Pair:
-    """Return the next state of a pair: rolled where something was observed, NaN where the witness does not agree.
+    """Return a pair's next state, NaN if the witness disagrees.
+
+    It rolls if something was observed.
 
     Args:
         old: The pair at rest.
@@ -331,7 +347,9 @@ def next_pair(old: Pair, gradient: Pair) -> Pair:
 
 
 def as_live(pair: Pair, name: str) -> jax.Array:
-    """Return the live leaf of one tensor, [1] of `fp8_state` or float32 [7]; a pair at rest is made live.
+    """Return a tensor's live leaf; a stored pair is made live.
+
+    [1] of `fp8_state` or float32 [7].
 
     Args:
         pair: Live or at rest, shared or not.
@@ -357,10 +375,12 @@ def as_live(pair: Pair, name: str) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def live_at_rest(shared: bool, scale: jax.Array, history: jax.Array) -> jax.Array:
-    """Return the live leaf of a pair at rest; its gradient is the next pair, for plain `jax.grad`.
+    """Return a stored pair's live leaf, for plain `jax.grad`.
+
+    Its gradient is the next pair.
 
     Args:
-        shared: Whether what several uses observe is combined by MAX; if not, being differentiated gives a warning.
+        shared: Whether observations of several uses are combined by MAX; if not, differentiation warns.
         scale: float32 [..., 1].
         history: float32 [..., length].
     """
@@ -368,7 +388,7 @@ def live_at_rest(shared: bool, scale: jax.Array, history: jax.Array) -> jax.Arra
 
 
 def _rest_forward(shared: bool, scale: Any, history: Any) -> tuple[jax.Array, Pair]:
-    # with symbolic_zeros=True each argument tells beside its value whether it has a tangent
+    # with symbolic_zeros=True each argument is a pair of its value and whether it has a tangent
     if not shared and (scale.perturbed or history.perturbed):
         check_derivative(PLAIN, UnsharedStateWarning)
     pair = Pair(scale.value, history.value)

@@ -1,8 +1,9 @@
-"""`combining`: a loss in which state may be gathered, repeated and stacked, with cotangents that meet by MAX.
+"""`combining`: interprets a loss so that moved state combines by MAX.
 
 JAX differentiates what happens to shared state, and for some moves has no gradient: for a gather it would add to an
-array of the shared dtype. Here the loss is traced and run equation by equation: what moves elements of shared state is
-given a gradient, and everything else runs as it was traced.
+array of the shared dtype. Here the loss is traced and run equation by equation: an equation that moves elements of
+    shared state gets
+a gradient rule, and all others run unchanged.
 """
 
 import functools
@@ -21,11 +22,11 @@ from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.cotangents import from_values, is_shared, values_of
 
 MOVES = frozenset({"broadcast_in_dim", "gather", "slice", "tile"})
-"""What puts elements of its first operand in other places, and is transposed by JAX with additions or padding."""
+"""Primitives that move elements of their first operand, and that JAX transposes with additions or padding."""
 
 
 def combining(fun: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return a function like `fun` that combines what all uses of shared state observe, wherever the state is moved."""
+    """Return `fun` combining observations of shared state, wherever it moves."""
 
     def run(tree: list[Any]) -> Any:
         leaves, structure = jax.tree.flatten(tree)
@@ -36,7 +37,7 @@ def combining(fun: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def arrays_alone(fun: Callable[..., Any]) -> tuple[Callable[..., list[Any]], Callable[[Iterable[Any]], Any]]:
-    """Return a function like `fun` that returns the arrays of its result alone, and one that makes the result of them.
+    """Return `fun` with array outputs, and a function restoring its result.
 
     For tracing a function of a user, whose result may hold anything. The second is for after the first was traced.
     """
@@ -115,7 +116,7 @@ def _programs_in(equation: Any) -> Sequence[Any]:
 
 
 def _holds_state(program: Any) -> bool:
-    """Return whether something in a program is shared, although nothing that enters it has to be."""
+    """Return whether a program shares values that its inputs do not."""
     equations = getattr(program, "jaxpr", program).eqns
     results = [x.aval for equation in equations for x in equation.outvars]
     return any(map(is_shared, results)) or any(_holds_state(one) for e in equations for one in _programs_in(e))
@@ -132,7 +133,7 @@ def _bind(equation: Any, values: list[Any], **changes: Any) -> list[Any]:
 
 def _run_scan(equation: Any, values: list[Any]) -> list[Any]:
     params, body = equation.params, equation.params["jaxpr"]
-    # told by shapes: what is scanned over has one dimension less in the body, and what is stacked one more outside
+    # recognized by shapes: scanned values have one dimension less in the body, and stacked ones one more outside
     scanned = sum(x.aval.ndim != own.aval.ndim for x, own in zip(equation.invars, body.jaxpr.invars, strict=True))
     carried = sum(x.aval.ndim == own.aval.ndim for x, own in zip(equation.outvars, body.jaxpr.outvars, strict=True))
     consts = len(values) - scanned - carried
@@ -148,11 +149,11 @@ def _run_scan(equation: Any, values: list[Any]) -> list[Any]:
 
 
 def _move(equation: Any, values: list[Any]) -> list[Any]:
-    """Return the result of a move of the first value; the others say where to."""
+    """Return the result of moving the first value by the others."""
     moved, *rest = values
 
     def apply(x: jax.Array, rest: list[Any]) -> jax.Array:
-        # of numbers of elements, see `_moved_backward`, -1 is that of what was found outside
+        # of element numbers, see `_moved_backward`, -1 marks values from outside
         changes = {"fill_value": -1} if x.dtype == jnp.int32 else {}
         return _bind(equation, [x, *rest], **changes)[0]
 
@@ -167,10 +168,10 @@ def _moved(apply: Any, shape: tuple[int, ...], dtype: Any, x: jax.Array, rest: l
 def _moved_backward(
     apply: Any, shape: tuple[int, ...], dtype: Any, rest: list[Any], g: jax.Array
 ) -> tuple[jax.Array, list[None]]:
-    # The same move of the numbers of elements says which element each result is.
+    # The same move of the element numbers gives the element of each result.
     size = math.prod(shape)
     places = apply(jnp.arange(size, dtype=jnp.int32).reshape(shape), rest)
-    # what a gather found outside of its operand has a number outside, too
+    # values that a gather found outside of its operand have a number outside, too
     inside = (places >= 0) & (places < size)
     keys = cotangents.to_ordered(jnp.full((size, *dtype.element), cotangents.NOT_OBSERVED))
     keys = keys.at[jnp.where(inside, places, size)].max(cotangents.to_ordered(values_of(g)), mode="drop")

@@ -1,8 +1,8 @@
-"""Which leaves of a tree are state: pairs of a scale and an amax history by their names, and what is marked.
+"""Find state in a tree: pairs by names, and marked leaves.
 
-A leaf is overwritten with its gradient if it lies in a Linen collection `_overwrite_with_gradient`, or under a node
-whose class says so with the attribute `is_overwrite_with_gradient`: the NNX variable, the box for parameters, and
-`Overwrite` for everything else; or if it is one of a pair, whatever lies around it.
+A leaf is overwritten with its gradient if it is in a Linen collection `_overwrite_with_gradient`, or under a node whose
+class has the attribute `is_overwrite_with_gradient`: the NNX variable, the box for parameters, and `Overwrite` for
+everything else; or if it is one of a pair, anywhere.
 
 At rest a pair is float32: `<tensor>_scale` [..., 1], which goes back from FP8, and `<tensor>_amax_history`
 [..., length], newest entry first. A checkpoint of flax loads here and the other way round.
@@ -19,18 +19,18 @@ from fp8_common import Fp8Error
 from fp8_jax_owg.scaling import TENSORS, DelayedScaling, ScalingChoice, Tensor, as_scaling
 
 SCALE, HISTORY = "_scale", "_amax_history"
-"""Endings of the names of a scale and its history, those of flax."""
+"""Endings of flax's names for a scale and its history."""
 BOXED = jax.tree_util.GetAttrKey("value")
-"""The key under which variables, boxes and `Overwrite` keep what they hold."""
+"""The key under which variables, boxes and `Overwrite` keep their value."""
 Meta = Mapping[str, jax.Array]
 """The leaves of one matmul by their names."""
 
 
 class Pair(NamedTuple):
-    """One tensor's state; fields are arrays, or their places among the leaves of a tree.
+    """State of one tensor; fields are arrays, or indices of leaves.
 
     Attributes:
-        scale: At rest float32 [..., 1], that of the last observed step; inside of a loss the live leaf, see
+        scale: Stored: float32 [..., 1], from the last observed step; inside of a loss the live leaf, see
             `fp8_jax_owg.state.in_loss`.
         history: float32 [..., length], the amax of earlier steps.
     """
@@ -40,7 +40,7 @@ class Pair(NamedTuple):
 
 
 def init_meta(scaling: ScalingChoice | None = None, tensors: tuple[Tensor, ...] = TENSORS) -> dict[str, jax.Array]:
-    """Return the leaves of one matmul before its first step: scales 1, histories 0.
+    """Return a matmul's initial leaves: scales 1, histories 0.
 
     Args:
         scaling: `DelayedScaling` or a recipe with delayed scaling, which gives the length of the histories; None
@@ -61,11 +61,11 @@ def init_meta(scaling: ScalingChoice | None = None, tensors: tuple[Tensor, ...] 
 
 
 def find_pairs(tree: Any) -> list[Pair]:
-    """Return where the pairs of a tree lie among its leaves, in the order of their scales."""
+    """Return the leaf indices of a tree's pairs, sorted by scale."""
     places = {names: place for place, names in enumerate(names_of(tree))}
     found = []
     for names, place in places.items():
-        # At every place of the path, not only the last one: variables and boxes put keys of their own behind the name.
+        # At every place of the path, not only the last one: variables and boxes add keys after the name.
         for i, name in enumerate(names):
             partner = (*names[:i], name.removesuffix(SCALE) + HISTORY, *names[i + 1 :])
             if name.endswith(SCALE) and partner in places:
@@ -94,10 +94,12 @@ def pair_of(meta: Meta, tensor: Tensor) -> Pair:
 
 
 def names_of(tree: Any) -> list[tuple[str, ...]]:
-    """Return the keys of the path of each leaf as text, without those of variables, boxes and `Overwrite`.
+    """Return each leaf's path keys as text, without wrappers' keys.
 
-    A box keeps what it holds, and nothing else, under the attribute `value`. A layer that is called "value" has
-    siblings, or is the key of a dictionary, and keeps its name.
+    Wrappers are variables, boxes and `Overwrite`.
+
+    A box keeps only its value, under the attribute `value`. A layer named "value" has siblings, or is the key of a
+    dictionary, and keeps its name.
     """
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     # a list, and not a generator: every leaf of every model comes by here
@@ -137,7 +139,7 @@ class Overwrite:
 
 
 def is_marked(node: Any) -> bool:
-    """Whether the class of a node says that what is below it is overwritten."""
+    """Return whether a node's class marks its leaves as overwritten."""
     kind = type(node)
     # flax names the NNX variable types that it makes after the collections of Linen
     # `is True`: a class that defines a property of this name would count otherwise, because the property object is
@@ -146,17 +148,17 @@ def is_marked(node: Any) -> bool:
 
 
 def is_owg(path: tuple[Any, ...], node: Any = None) -> bool:
-    """Whether what lies at `path` is overwritten with its gradient.
+    """Return whether a node at `path` is overwritten with its gradient.
 
     Args:
         path: Keys as `jax.tree_util.tree_flatten_with_path` gives them.
-        node: What lies there; a marked node counts whatever its path.
+        node: The node; a marked node counts at any path.
     """
     return is_marked(node) or COLLECTION in [jax.tree_util.keystr((key,), simple=True) for key in path]
 
 
 def owg_flags(tree: Any) -> list[bool]:
-    """Return, for each leaf in the order of `jax.tree.leaves`, whether it is overwritten."""
+    """Return whether each leaf is overwritten, in `jax.tree.leaves` order."""
     nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_marked)
     # a marked node counts as one leaf here, and may hold several
     flags = [is_owg(path, node) for path, node in nodes for _ in jax.tree.leaves(node)]
@@ -166,12 +168,12 @@ def owg_flags(tree: Any) -> list[bool]:
 
 
 def owg_mask(tree: Any) -> Any:
-    """Return a tree of the same structure with True at leaves that are overwritten, False elsewhere."""
+    """Return a tree with True at overwritten leaves, False elsewhere."""
     return jax.tree.unflatten(jax.tree.structure(tree), owg_flags(tree))
 
 
 def map_leaves(parameter: Callable[..., Any], overwritten: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Map one function over parameters and another over what is overwritten.
+    """Map one function over parameters and another over overwritten leaves.
 
     Args:
         parameter: Called with the leaves that are no OWG.
@@ -183,7 +185,7 @@ def map_leaves(parameter: Callable[..., Any], overwritten: Callable[..., Any], t
 
 
 def split(tree: Any) -> tuple[Any, Any]:
-    """Return (parameters, overwritten values): the tree twice, each with None where the other has leaves."""
+    """Return (parameters, overwritten values), each with None at the other's leaves."""
     return map_leaves(lambda x: x, lambda _: None, tree), map_leaves(lambda _: None, lambda x: x, tree)
 
 
@@ -194,23 +196,25 @@ def merge(parameters: Any, overwritten: Any) -> Any:
 
 
 def mark(tree: Any, mask: Any) -> Any:
-    """Return the tree with leaves in `Overwrite` where the mask is true, for models that keep marks elsewhere.
+    """Wrap leaves in `Overwrite` where the mask is true.
+
+    For models that keep marks elsewhere.
 
     Args:
-        tree: Plain parameters, e.g. of a model whose metadata says what is overwritten.
+        tree: Plain parameters, e.g. of a model whose metadata marks overwritten ones.
         mask: A tree of the same structure with booleans.
     """
     return jax.tree.map(lambda flag, x: Overwrite(x) if flag else x, mask, tree)
 
 
 def unmark(tree: Any) -> Any:
-    """Return the tree as it was before `mark`."""
+    """Return the tree before `mark`."""
     is_mark = lambda node: isinstance(node, Overwrite)  # noqa: E731
     return jax.tree.map(lambda node: node.value if is_mark(node) else node, tree, is_leaf=is_mark)
 
 
 def mask_from_hparams(hparams: Any, collection: str = COLLECTION) -> Any:
-    """Return a tree of booleans: whether a parameter is overwritten with its gradient, from praxis-like metadata.
+    """Return a mask of overwritten leaves from praxis-like metadata.
 
     In praxis every parameter has a `WeightHParams` with `collections`, a list of names. With the mask, `mark` makes
     parameters that every function of this package understands, and `unmark` gives the model its own back:

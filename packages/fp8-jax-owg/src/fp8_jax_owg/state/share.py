@@ -1,8 +1,8 @@
 """`share`, `unshare`, `read`, `gate` and `replicated`: state that is used several times.
 
-Outside of a loss state is float32. `share` makes pairs live and of the dtype `fp8_state`, and what has no pair of
-`fp32_max_grad`, so that everything that happens to cotangents from there on is a MAX; layers read state where they use
-it. `fp8_jax_owg.value_and_grad` shares all state of its loss. Functions take trees; leaves must be float32 or shared.
+Outside of a loss state is float32. `share` makes pairs live and of the dtype `fp8_state`, and other overwritten leaves
+of `fp32_max_grad`, so that every combination of cotangents is a MAX; layers read state where they use it.
+`fp8_jax_owg.value_and_grad` shares all state of its loss. Functions take trees; leaves must be float32 or shared.
 """
 
 import functools
@@ -45,11 +45,13 @@ def share(tree: Any) -> Any:
 
 
 def unshare(tree: Any) -> Any:
-    """Return shared state as float32, to pass it into a `shard_map` with `check_vma=False` or a `pmap`.
+    """Return shared state as float32, for a `shard_map` or `pmap`.
 
-    Call `fp8_jax_owg.replicated` on it at the top of the mapped function. Without that call each leaf is good for a
-    single use. Live leaves get a last dimension of 7 in place of 1; what computes with them makes the next state NaN,
-    or goes unnoticed.
+    For `shard_map` with `check_vma=False`.
+
+    Call `fp8_jax_owg.replicated` on it at the top of the mapped function. Without that call each leaf supports a single
+    use. Live leaves get a last dimension of 7 instead of 1; computing with them makes the next state NaN, or has no
+    effect.
 
     Args:
         tree: Leaves shared or float32, which stay.
@@ -61,14 +63,14 @@ def unshare(tree: Any) -> Any:
 
 
 def read(tree: Any) -> Any:
-    """Return the values of shared state as float32, for logs and for functions of the user.
+    """Return shared state's values as float32, for logs and user functions.
 
     Args:
         tree: Leaves shared or float32, which stay.
 
     Returns:
         For a live leaf [..., 1], the stored scale [...] without a gradient; layers do not accept it. For a shared value
-        without a pair the value, whose cotangent is what a use has observed.
+        without a pair the value, whose cotangent is a use's observation.
 
     Raises:
         Fp8Error: A leaf has another dtype.
@@ -77,7 +79,7 @@ def read(tree: Any) -> Any:
 
 
 def gate(tree: Tree, valid: Any) -> Tree:
-    """Return the tree unchanged; where `valid` is false, nothing that is observed through it counts.
+    """Return the tree; if not `valid`, its observations are dropped.
 
     Args:
         tree: Leaves float32 [...] or shared.
@@ -94,12 +96,12 @@ def gate(tree: Tree, valid: Any) -> Tree:
 
 
 def replicated(tree: Any, axes: str | tuple[str, ...], *, sharded: str | tuple[str, ...] = ()) -> Any:
-    """Return values that several uses inside a `shard_map` may share; what devices along `axes` observe meets by MAX.
+    """Share values inside a `shard_map`: observations along `axes` combine by MAX.
 
     Call it at the top of the mapped function. With `check_vma=False` and a gradient that is taken outside of the
-    `shard_map`, JAX adds up what each device returns, and cannot do so for shared values: pass
-    `fp8_jax_owg.unshare(state)` into the `shard_map`. With `check_vma=True` shared values may enter, and layers combine
-    what the devices see by themselves.
+    `shard_map`, JAX sums the results of devices, and cannot do so for shared values: pass `fp8_jax_owg.unshare(state)`
+    into the `shard_map`. With `check_vma=True` shared values may enter, and layers combine the observations of devices
+    automatically.
 
     Args:
         tree: Leaves float32 or shared.
@@ -115,9 +117,9 @@ def replicated(tree: Any, axes: str | tuple[str, ...], *, sharded: str | tuple[s
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     own = (sharded,) if isinstance(sharded, str) else tuple(sharded)
     values = unshare(tree)
-    # `lax.axis_index` differs along its axes by definition: where its type does not say so, check_vma is off.
+    # `lax.axis_index` differs along its axes by definition: if its type does not show it, check_vma is off.
     if not varying_axes(lax.axis_index(names)):
-        # Every axis matters: the transpose of `shard_map` sums what the devices return over all axes that an input does
+        # Every axis matters: the transpose of `shard_map` sums the results of devices over all axes that an input does
         # not name.
         if unnamed := sorted(set(jax.sharding.get_abstract_mesh().manual_axes) - {*names, *own}):
             raise Fp8Error(
@@ -151,7 +153,7 @@ def _same_on(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
 def _same_on_backward(axes: tuple[str, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
     # As integers: a float `pmax` may lose subnormals. Decoded first, as encoded zeros do not sort as observations.
     greatest = cotangents.from_ordered(lax.pmax(cotangents.to_ordered(cotangents.decode(g)), axes))
-    # the sum that JAX takes over the devices then has one term
+    # JAX's sum over the devices then has one term
     return (jnp.where(lax.axis_index(axes) == 0, cotangents.encode(greatest), jnp.zeros_like(greatest)),)
 
 
