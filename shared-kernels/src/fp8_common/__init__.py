@@ -1,4 +1,4 @@
-"""FP8 formats, scaling rules and quantization, defined once on NumPy arrays for every framework.
+"""FP8 formats, scales and quantization, defined in NumPy for every framework.
 
 `fp8_common.torch` and `fp8_common.jax` hold the same functions on tensors and arrays, bit for bit equal.
 Importing this package loads neither torch nor jax nor triton.

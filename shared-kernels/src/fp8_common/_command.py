@@ -1,7 +1,7 @@
 """The `fp8` command.
 
-`fp8 doctor` says what this machine will do with FP8, `fp8 advise` whether FP8 is worth it, `fp8 certify` what the
-numbers of recipes, or of a model, depend on. `fp8 watch` shows the log of a run.
+`fp8 doctor` reports the FP8 paths of this machine, `fp8 advise` whether FP8 pays, `fp8 certify` the dependences of the
+numbers of recipes or of a model. `fp8 watch` shows the log of a run.
 
 Exit codes: 0 done; 1 `fp8 doctor` found a broken plugin, something is not installed, or `fp8 watch --once` shows a
 layer that needs action; 2 bad input, or an output that cannot be written, explained in one sentence.
@@ -41,23 +41,25 @@ from fp8_common.recipe import GRANULARITIES
 from fp8_common.testing.certify import PROPERTIES, check, engines, explanations, from_file, rows, table
 
 READER_GONE = 128 + 13
-"""What a shell reports of a program that SIGPIPE ended."""
+"""Exit status of a shell for a program that SIGPIPE ended."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers bad arguments with one sentence instead of the whole usage, and names what may have been meant.
+    """Reports bad arguments in one sentence, with suggestions.
+
+    argparse would print the whole usage.
 
     Attributes:
-        options: What begins with "--" in any command.
+        options: Options of any command, with "--".
     """
 
     options: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
-        """Report what is wrong and leave."""
+        """Print the error and exit."""
         told, _, choices = message.partition(" (choose from")
         known = [*self.options, *re.findall(r"[\w-]+", choices)]
-        # the last words of argparse's sentences are those of the user
+        # argparse's sentences end with the user's words
         given = told.partition(": ")[2].replace("invalid choice:", "").replace("'", "").split()
         near = [found for word in given for found in difflib.get_close_matches(word.partition("=")[0], known, 1)]
         hint = f" Did you mean {near[0]}?" if near else ""
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return options.run(options)
         finally:
             sys.stdout.flush()  # here, not while the interpreter ends, where an error would be a traceback
-    except BrokenPipeError:  # `fp8 doctor | head -1`: the reader has what it wanted
+    except BrokenPipeError:  # `fp8 doctor | head -1`: the reader has closed the pipe
         _discard_output()
         return READER_GONE
     except Fp8Error as error:
@@ -160,7 +162,10 @@ def _certify(options: argparse.Namespace) -> int:
 
 
 def _made(makers: Iterable[tuple[str, Callable[[], Any]]]) -> dict[str, Any]:
-    """Return what each function makes, by its name; a terminal shows which one runs, and about how long it takes."""
+    """Return each function's certificate by name.
+
+    A terminal shows which one runs, and about how long it takes.
+    """
     named, found, began = list(makers), {}, time.monotonic()
     for count, (name, make) in enumerate(named):
         if sys.stderr.isatty():
@@ -240,7 +245,7 @@ def _device_row(device: Device) -> tuple[str, str]:
 
 
 def _plugin_lines(plugins: Sequence[PluginReport], shown: Sequence[PathStatus]) -> list[str]:
-    """Return what each plugin says; of its paths that were `shown` before, the names alone."""
+    """Return each plugin's report; of paths already `shown`, only names."""
     if not plugins:
         return ["  none installed; fp8-torch-fsdp is the one for PyTorch FSDP2"]
     lines = []
@@ -256,7 +261,7 @@ def _plugin_lines(plugins: Sequence[PluginReport], shown: Sequence[PathStatus]) 
 
 
 def _path_lines(found: Sequence[PathStatus], indent: str) -> list[str]:
-    """Return a line for each status and reason, with the names of all paths that share them."""
+    """Return a line per status and reason, with their paths' names."""
     folded = _folded(((path.status, path.why), path.name) for path in found)
     return aligned([(status, f"{names}: {why}") for (status, why), names in folded], indent)
 
@@ -275,7 +280,10 @@ def _write(report: Any) -> None:
 
 
 def _discard_output() -> None:
-    """Let the interpreter flush what is left at its end into nothing, where it would fail again."""
+    """Discard output that the interpreter would flush at its end.
+
+    The flush would fail again.
+    """
     with contextlib.suppress(OSError, ValueError):  # a stream of a test has no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,4 +1,4 @@
-"""The environment variable of the fp8 packages. No other file reads the environment.
+"""The environment variable of the packages; no other file reads the environment.
 
 | variable | values | meaning |
 |---|---|---|
@@ -19,7 +19,7 @@ BACKENDS: tuple[Backend, ...] = typing.get_args(Backend)
 
 
 def backend(environ: Mapping[str, str] | None = None) -> Backend:
-    """Return the implementation that the user asked for; "auto" if the variable is unset or empty.
+    """Return the requested implementation; "auto" if the variable is unset or empty.
 
     Args:
         environ: The environment to read; None reads the process's own, at every call.

@@ -1,9 +1,9 @@
-"""What this machine has: devices, CPU and installed versions; and what was run on which kind of device.
+"""Devices, CPU and versions of this machine, and tested hardware.
 
 Nothing is inspected before `detect` is called. It imports no framework that is not installed, and one that is
 installed but broken becomes a note, never an error.
 
-What was run is said in `status.json` alone, for `fp8 doctor` and for the tables of the documents. Nothing is derived
+Only `status.json` records which paths ran, for `fp8 doctor` and for the tables of the documents. Nothing is derived
 from the device's abilities (`fp8_common.hardware`): a path can be native and never have run.
 """
 
@@ -54,12 +54,12 @@ LIBRARIES: dict[str, Callable[[Any], str | None]] = {
     "cuDNN": lambda torch: "{}.{}.{}".format(*_parts_of_cudnn(torch.backends.cudnn.version())),
     "NCCL": lambda torch: ".".join(map(str, torch.cuda.nccl.version())),
 }
-"""How torch tells the versions of the libraries that it brings."""
+"""torch's functions for the versions of its libraries."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What `detect` found.
+    """Result of `detect`.
 
     Attributes:
         system: Operating system and machine type.
@@ -67,7 +67,7 @@ class Machine:
         cores: Logical CPU cores that this process may use.
         devices: The CPU, then every accelerator.
         versions: Installed distributions and their versions.
-        notes: What went wrong or deserves attention, one sentence each.
+        notes: Problems and remarks, one sentence each.
     """
 
     system: str
@@ -83,16 +83,22 @@ class Machine:
         return self.devices[1] if len(self.devices) > 1 else self.devices[0]
 
     def matmul_path(self, granularity: Granularity) -> PathStatus:
-        """Return how products of one granularity run on the accelerator."""
+        """Return the path of matmuls of one granularity on the accelerator."""
         return matmul_path(self.accelerator, granularity)
 
     def plugin_path(self, name: str, status: Status, why: str) -> PathStatus:
-        """Return a path that only a plugin knows of, with its status and the reason; see `fp8_common.hardware.PathStatus`."""
+        """Return a plugin's path status.
+
+        The path is known only to the plugin; see `fp8_common.hardware.PathStatus`.
+        """
         return PathStatus(name=name, status=status, why=why)
 
 
 def detect() -> Machine:
-    """Look at this machine: its devices through nvidia-smi and the installed frameworks, and its versions."""
+    """Detect devices, frameworks and versions.
+
+    Through nvidia-smi and the installed frameworks.
+    """
     versions = installed_versions()
     accelerators: list[Device] = []
     notes: list[str] = []
@@ -101,7 +107,7 @@ def detect() -> Machine:
         if name in versions and not accelerators:
             accelerators, note = _try_framework(name, probe)
             notes += [note] if note else []
-    # Asked last: it cannot tell whether a framework can use the GPU, which is what the report is about.
+    # Queried last: it cannot tell whether a framework can use the GPU, the subject of the report.
     if not accelerators and (accelerators := nvidia_smi_devices()):
         notes.append("The driver sees a GPU that no installed framework can use; install a build with GPU support.")
     notes += dict.fromkeys(filter(None, map(link_note, accelerators)))
@@ -110,7 +116,7 @@ def detect() -> Machine:
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
-        # those that this process may run on can be fewer than the machine has
+        # this process may run on fewer CPUs than the machine has
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         devices=(Device(kind="cpu", name=processor_name()), *accelerators),
         versions=versions,
@@ -119,7 +125,7 @@ def detect() -> Machine:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of those of `DISTRIBUTIONS` that are installed."""
+    """Return the installed versions of `DISTRIBUTIONS`."""
     versions = {}
     for name in DISTRIBUTIONS:
         try:
@@ -130,12 +136,15 @@ def installed_versions() -> dict[str, str]:
 
 
 def nvidia_smi_devices() -> list[Device]:
-    """Return the GPUs that the NVIDIA driver reports; none if nvidia-smi is absent or fails."""
+    """Return the NVIDIA driver's GPUs, none without nvidia-smi.
+
+    None also if it fails.
+    """
     return parse_nvidia_smi(_answer_of(NVIDIA_SMI))
 
 
 def _answer_of(command: Sequence[str]) -> str:
-    """Return what a command of the driver prints; "" if it is absent or fails."""
+    """Return a driver command's output, "" if it fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:
@@ -146,7 +155,10 @@ def _answer_of(command: Sequence[str]) -> str:
 
 
 def libraries(torch: Any) -> dict[str, str]:
-    """Return the versions of NVIDIA's driver and of the libraries that torch brings, where they can be known."""
+    """Return versions of NVIDIA's driver and of torch's libraries.
+
+    Unknown ones are left out.
+    """
     found = {"driver": next(iter(_answer_of(DRIVER).split()), None)}
     for name, ask in LIBRARIES.items():
         with contextlib.suppress(Exception):  # of builds that lack it
@@ -172,13 +184,16 @@ def parse_nvidia_smi(answer: str) -> list[Device]:
 
 
 def parse_version(version: str | None) -> tuple[int, int] | None:
-    """Return the first two numbers of a version such as "12.9"; None for None, and for what does not begin so."""
+    """Return the first two numbers of a version.
+
+    Such as "12.9"; None for None, and for other texts.
+    """
     numbers = (version or "").split(".")[:2]
     return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 and all(map(str.isdigit, numbers)) else None
 
 
 def _try_framework(name: str, probe: Callable[[Any], list[Device]]) -> tuple[list[Device], str | None]:
-    """Import a framework and ask it for its devices; a failure becomes a note."""
+    """Import a framework and list its devices; failures become notes."""
     try:
         return probe(importlib.import_module(name)), None
     except Exception as error:  # a broken installation may raise anything; the report must go on
@@ -187,7 +202,7 @@ def _try_framework(name: str, probe: Callable[[Any], list[Device]]) -> tuple[lis
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text, for reports that give each problem one line."""
+    """Return the first line of an exception's text."""
     return next(iter(str(error).strip().splitlines()), "no message")
 
 
@@ -235,14 +250,14 @@ def processor_name() -> str:
 def load_status() -> dict[str, Any]:
     """Return the file.
 
-    It has `words` (what each means), `columns` (titles), `devices` (key, title, status) and `gpus` (name, target,
-    links, whether it ran).
+    It has `words` (their meanings), `columns` (titles), `devices` (key, title, status) and `gpus` (name, target, links,
+    whether it ran).
     """
     return json.loads(resources.files("fp8_common").joinpath("status.json").read_text())
 
 
 def kind_of(device: Device) -> str:
-    """Return the key of the kind of device that the file has for `device`."""
+    """Return the status file's key for `device`."""
     if device.kind in ("cpu", "amd"):
         return device.kind
     if device.kind != "nvidia":
@@ -254,7 +269,10 @@ def kind_of(device: Device) -> str:
 
 
 def entry_of(device: Device) -> dict[str, Any]:
-    """Return what the file says about devices like this one: key, title and, by column, a list of words."""
+    """Return the file's key, title and words for similar devices.
+
+    Words are a list by column.
+    """
     (found,) = (entry for entry in load_status()["devices"] if entry["key"] == kind_of(device))
     return found
 
@@ -266,7 +284,9 @@ def status_rows(device: Device) -> list[tuple[str, str]]:
 
 
 def gpu_named(name: str) -> Device:
-    """Return the GPU of a name such as "4090" or "RTX 4090", as torch for CUDA 13.0 would find it.
+    """Return the GPU of a name such as "RTX 4090".
+
+    Also "4090", as torch for CUDA 13.0 would find it.
 
     Raises:
         Fp8Error: The file has no such GPU, or several.
@@ -282,14 +302,20 @@ def gpu_named(name: str) -> Device:
 
 
 def gpu_entry(device: Device) -> dict[str, Any] | None:
-    """Return what the file says about the GPU of this name: name, target, links, ran; None if it does not know it."""
+    """Return the file's entry of a GPU, None if unknown.
+
+    Name, target, links, ran.
+    """
     own = _plain(device.name)
     found = [gpu for gpu in load_status()["gpus"] if _plain(gpu["name"]) in own and gpu["target"] in _targets(device)]
     return max(found, key=lambda gpu: len(gpu["name"])) if found else None  # "L40S" before "L4"
 
 
 def gpu_table() -> list[tuple[str, ...]]:
-    """Return the GPUs of the file with what runs on each, a head first: for `docs/status.md`."""
+    """Return the file's GPUs with their paths, headings first.
+
+    For `docs/status.md`.
+    """
     rows: list[tuple[str, ...]] = [
         ("GPU", "target", "casts", "tensorwise", "row-wise", "block-wise", "MX", "links", "ran")
     ]
@@ -304,7 +330,7 @@ def gpu_table() -> list[tuple[str, ...]]:
 
 
 def link_note(device: Device) -> str:
-    """Return an advice about communication for GPUs that are linked by PCIe; "" for others."""
+    """Return advice on communication for PCIe GPUs, else ""."""
     entry = gpu_entry(device)
     if "PCIe" not in device.name and (entry is None or entry["links"] != "PCIe"):
         return ""

@@ -1,4 +1,7 @@
-"""The sizes of models that `fp8 advise` knows by name, as the `config.json` on the Hugging Face hub has them."""
+"""Sizes of models that `fp8 advise` knows by name.
+
+From the `config.json` on the Hugging Face hub.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 
 
 def aligned(lines: Sequence[Sequence[str]], indent: str = "") -> list[str]:
-    """Return rows as lines with aligned columns; the last column is left as it is."""
+    """Align the columns of rows; return lines.
+
+    The last column is not padded.
+    """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
     return [
         indent + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()

@@ -1,11 +1,11 @@
-"""A model of a training step under FSDP: which of seven configurations to take on a machine, and what it is worth.
+"""Model of an FSDP training step in seven configurations.
 
 Modelled, not measured. FSDP gathers each block before its forward and again before its backward, and reduces its
-gradients after it. A block's gather runs beside the matmuls of the block before it, a reduction beside those of the
-block after it; what takes longer is exposed, as are the first gathers of forward and backward and the last reduction. A
-collective over N ranks moves (N - 1) / N of its bytes over each device's link inside a node and, from two nodes on, its
-share between nodes. Casts and elementwise operations move bytes at the device's bandwidth. AdamW reads and writes 28
-bytes per parameter, divided over the ranks.
+gradients after it. A block's gather overlaps with the matmuls of the previous block, a reduction with the next block's;
+the longer part is exposed, as are the first gathers of forward and backward and the last reduction. A collective over N
+ranks moves (N - 1) / N of its bytes over each device's link inside a node and, from two nodes on, its share between
+nodes. Casts and elementwise operations move bytes at the device's bandwidth. AdamW reads and writes 28 bytes per
+parameter, divided over the ranks.
 """
 
 import dataclasses
@@ -23,12 +23,14 @@ WORTH, SAME, SEQUENCE = 1.05, 0.02, 8192
 """Speed-up from which FP8 is recommended; the share of time within which the simpler of two configurations is; and the
 tokens of a sequence where none are given."""
 OPTIMIZER_BYTES, STATE_BYTES = 28, 16
-"""Of a parameter: what AdamW moves; and float32 weight, gradient and two moments."""
+"""Bytes per parameter that AdamW moves; and of float32 weight, gradient and two moments."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Accelerator:
-    """The rates of one device: what large matmuls reach is a share of the data sheet that is assumed.
+    """Rates of one device.
+
+    Large matmuls reach an assumed share of the data sheet.
 
     Attributes:
         bf16: FLOP/s of bf16 matmuls: 70 % of the dense rate.
@@ -46,18 +48,23 @@ class Accelerator:
 
     @classmethod
     def of_data_sheet(cls, bf16: float, fp8: float, bandwidth: float, memory: float) -> Self:
-        """Return a device whose data sheet gives dense FLOP/s in bf16 and FP8, bytes per second, and bytes."""
+        """Return a device by its data sheet.
+
+        Dense FLOP/s in bf16 and FP8, bytes per second, and bytes.
+        """
         return cls(0.70 * bf16, 0.65 * fp8, 0.45 * bf16, 0.90 * bandwidth, memory)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Links:
-    """The network of one device, each direction: 80 % of its specification; latencies are assumptions.
+    """Network of one device, each direction.
+
+    80 % of its specification; latencies are assumptions.
 
     Attributes:
         inside: Bytes per second and device inside a node of eight.
         between: Bytes per second and device between nodes.
-        latency: Seconds that a collective takes for each doubling of the number of ranks.
+        latency: Seconds of a collective for each doubling of the number of ranks.
     """
 
     inside: float
@@ -72,7 +79,7 @@ class Choice:
     Attributes:
         name: As it is shown.
         rate: Share of the device's FP8 rate that matmuls reach; None for bf16 matmuls.
-        cast_bytes: Bytes that casts move beyond those of bf16, for each token and unit of width of a Llama block.
+        cast_bytes: Bytes that casts move in addition to bf16, for each token and unit of width of a Llama block.
         weight_bytes: Bytes of one gathered element.
         gradient_bytes: Bytes of one element of a reduced gradient.
         before: Python that a script runs before `fully_shard`.
@@ -123,7 +130,7 @@ CHOICES = (
         "tensorwise, FP8 all-gather and reduce-scatter", 1.0, 5.52e9 / ELEMENTS, 1.0, FP8_GRADIENT, _TENSORWISE, _REDUCE
     ),
 )
-"""From the simplest to the one that changes most; the first is what speed-ups are measured against."""
+"""From the simplest to the most different; speed-ups are relative to the first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +160,9 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, path: Path) -> Self:
-        """Read the `config.json` of a decoder with grouped queries and gated linear units, of experts or not.
+        """Read a decoder's `config.json`.
+
+        Grouped queries and gated linear units, with or without experts.
 
         Raises:
             Fp8Error: The file cannot be read, lacks a size, or has another kind of attention.
@@ -168,7 +177,7 @@ class ModelShape:
 
     @classmethod
     def of_fields(cls, config: Mapping[str, Any], where: str) -> Self:
-        """Return the shape that the fields of a configuration say; `where` names it in errors.
+        """Return the shape of a configuration's fields; errors name `where`.
 
         Raises:
             Fp8Error: A field is missing, or the attention is of a kind that is not modelled.
@@ -205,7 +214,9 @@ SHAPES |= {short: SHAPES[name] for short, name in SHORT.items()}
 
 
 def shape_of(model: str) -> ModelShape:
-    """Return the shape of a model that `SHAPES` names, whatever the case, or that a `config.json` describes.
+    """Return a model's shape by `SHAPES` name or `config.json` path.
+
+    Names are not case-sensitive.
 
     Args:
         model: A name with or without its owner, a file, or a folder with a `config.json`.
@@ -231,19 +242,19 @@ def shape_of(model: str) -> ModelShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What is trained where.
+    """A training job: model, devices and batch.
 
     Attributes:
         shape: The model.
         ranks: Devices, over all of which it is sharded; beyond 8 in whole nodes of 8.
         tokens: Tokens of one micro-batch on one device.
         sequence: Length of a sequence, for attention.
-        micro_batches: Micro-batches of an optimizer step; each gathers anew, gradients are reduced once.
+        micro_batches: Micro-batches of an optimizer step; each gathers again, gradients are reduced once.
         recompute: Share of the forward's matmuls that the backward computes again (activation checkpointing).
         accelerator: The device.
         links: The network.
-        measured: Tokens per second and device that bf16 reaches on this job, if known. The time that the model does not
-            explain is then added to every configuration: FP8 does not change what it comes from.
+        measured: Measured tokens per second and device of bf16 on this job, if known. The time that the model does not
+            explain is then added to every configuration: FP8 does not change its causes.
     """
 
     shape: ModelShape
@@ -257,7 +268,7 @@ class Job:
     measured: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no job is."""
+        """Validate the job."""
         for name in ("ranks", "tokens", "sequence", "micro_batches"):
             if getattr(self, name) < 1:
                 raise Fp8Error(f"{name} must be a positive whole number, got {getattr(self, name)!r}.")
@@ -274,13 +285,13 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """What one configuration costs, in seconds of one optimizer step.
+    """Modelled seconds of one optimizer step in one configuration.
 
     Attributes:
         choice: The configuration.
         matmuls: Matmuls and attention.
         casts: Casts.
-        other: Elementwise operations, the optimizer, and what a measured step in bf16 took beyond the model's.
+        other: Elementwise operations, the optimizer, and the excess of a measured bf16 step over the model.
         exposed: Communication that nothing hides.
     """
 
@@ -297,14 +308,19 @@ class Estimate:
 
 
 def memory(job: Job) -> float:
-    """Return the bytes that a device needs before any activation: its part of the state, and two gathered blocks."""
+    """Return a device's bytes before activations.
+
+    Its part of the state, and two gathered blocks.
+    """
     shape = job.shape
     gathered = 2.0 * max(2 * shape.weights, shape.vocabulary * shape.width // 2) if job.ranks > 1 else 0.0
     return STATE_BYTES * shape.parameters / job.ranks + gathered
 
 
 def rows_that_repay(device: Accelerator) -> tuple[float, float]:
-    """Return from how many rows on the casts of a weight are repaid, if it is read once for them, and if twice.
+    """Return the rows that repay a weight's cast.
+
+    For casts with one read of the weight, and with two.
 
     A cast moves 4 or 6 bytes for each element, and each row saves three matmuls of two FLOPs their difference of rates.
     Casts of activations come on top; where ranks cast shards, less is to repay. Infinite without FP8 units.
@@ -315,7 +331,7 @@ def rows_that_repay(device: Accelerator) -> tuple[float, float]:
 
 
 def _about_experts(job: Job, best: Choice) -> str:
-    """Return a sentence about experts with too few rows for what is recommended; "" for others."""
+    """Return a warning about experts with few rows, else ""."""
     rows, (low, high) = job.tokens * job.shape.rows_per_expert, rows_that_repay(job.accelerator)
     if best.rate is None or not 0 < rows < high:
         return ""
@@ -326,10 +342,12 @@ def _about_experts(job: Job, best: Choice) -> str:
 
 
 def advise(job: Job) -> tuple[str, list[Estimate]]:
-    """Return what to take and why, in a sentence or two, and the estimates of all `CHOICES` that the device has.
+    """Return a recommendation in words and all estimates.
+
+    Estimates of all `CHOICES` that the device supports.
 
     Raises:
-        Fp8Error: The model does not fit, or bf16 was measured to be faster than the model says.
+        Fp8Error: The model does not fit, or the measured bf16 is faster than the model.
     """
     needed, has = memory(job), job.accelerator.memory
     if needed > has:
@@ -364,7 +382,7 @@ def estimate(job: Job, choice: Choice) -> Estimate:
     """Return the estimate of one configuration.
 
     Raises:
-        Fp8Error: bf16 was measured to be faster than the model says.
+        Fp8Error: The measured bf16 is faster than the model.
     """
     found = _modelled(job, choice)
     if job.measured is None:
@@ -428,7 +446,7 @@ def _devices(count: int) -> str:
 
 
 def report(job: Job) -> str:
-    """Return what to take, the lines of Python for it, then a table of all configurations."""
+    """Return recommendation, Python lines and a table."""
     advice, estimates = advise(job)
     best = next(one.choice for one in estimates if advice.startswith(f"Take {one.choice.name}:"))
     code = [line for line in (best.before, "fully_shard(model)  # and its blocks", best.after) if line]

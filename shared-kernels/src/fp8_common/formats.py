@@ -1,4 +1,6 @@
-"""`Format`: fields, limits and special codes of each 8-bit format. No other file repeats these numbers.
+"""`Format`: fields, limits and special codes of 8-bit formats.
+
+No other file repeats these numbers.
 
 Source: OCP 8-bit Floating Point Specification (E4M3, E5M2), OCP Microscaling Specification (E8M0), and the
 FNUZ variants of "8-bit Numerical Formats for Deep Neural Networks" (arXiv:2206.02915).
@@ -19,7 +21,7 @@ class Format:
 
     Attributes:
         name: Short name, e.g. "e4m3".
-        dtype_name: Name of the dtype in ml_dtypes, torch and jax.numpy alike, e.g. "float8_e4m3fn".
+        dtype_name: Name of the dtype in ml_dtypes, torch and jax.numpy, e.g. "float8_e4m3fn".
         exponent_bits: Width of the exponent field.
         mantissa_bits: Width of the stored mantissa field.
         bias: Exponent bias.
@@ -61,7 +63,10 @@ class Format:
 
     @property
     def max_exponent(self) -> int:
-        """floor(log2(max)): 8 for E4M3, 15 for E5M2. The MX specification calls it emax."""
+        """floor(log2(max)): 8 for E4M3, 15 for E5M2.
+
+        The MX specification calls it emax.
+        """
         return (self.max_code >> self.mantissa_bits) - self.bias
 
     @property
@@ -71,7 +76,7 @@ class Format:
 
     @property
     def smallest_subnormal(self) -> float:
-        """Smallest positive value: one step of the subnormal grid (for E8M0 its smallest value)."""
+        """Smallest positive value: a subnormal step, or E8M0's smallest value."""
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
     def __str__(self) -> str:

@@ -1,6 +1,8 @@
-"""The FP8 paths of a device, as functions of facts about it; nothing here inspects the machine.
+"""FP8 paths of a device, as functions of its facts.
 
-Sources: NVIDIA's cuBLASLt documentation (FP8 products and their scale modes by compute capability), what
+Nothing here inspects the machine.
+
+Sources: NVIDIA's cuBLASLt documentation (FP8 matmuls and their scale modes by compute capability), and
 `torch._scaled_mm` accepts, and AMD's CDNA3 and CDNA4 instruction set guides. `fp8_common._machine` gathers the
 facts.
 """
@@ -19,7 +21,7 @@ RowsLibrary = Literal["cublas", "cutlass", ""]
 GroupedMatmuls = Literal["table", "library", "own"]
 GroupedProduct = Literal["rows", "over rows"]
 
-# gfx942 multiplies the FNUZ variants, every other device with FP8 units those of the OCP specification.
+# gfx942 multiplies the FNUZ variants, every other device with FP8 units the OCP formats.
 OCP = ("e4m3", "e5m2")
 FNUZ = ("e4m3fnuz", "e5m2fnuz")
 
@@ -44,7 +46,7 @@ MX_CUDA = (12, 8)
 GROUPED_CAPABILITY = (9, 0)
 """The compute capability for which torch has grouped FP8 matmuls with scales of rows: later ones have MX scales."""
 OWN_GROUPED: dict[tuple[GroupedProduct, int, int], int] = {}
-"""Fewest rows per expert from which an own kernel multiplies groups, by product, N and K; others are the library's.
+"""Minimum rows per expert for an own grouped matmul, by kind, N and K; other sizes use the library.
 
 A shape belongs here once its kernel was measured to be 1.15 times as fast as the library on a GPU. None was measured.
 """
@@ -78,12 +80,12 @@ class Device:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PathStatus:
-    """One thing that FP8 code does, how it is done here, and why.
+    """Status of one FP8 operation on a device, with a reason.
 
     Attributes:
-        name: What is done: "cast", "all-gather" or a granularity of products.
+        name: The operation: "cast", "all-gather" or a granularity of matmuls.
         status: "native": FP8 hardware or kernels; "reference": plain framework operations, equal bit for bit;
-            "emulated": FP8 numbers, multiplied in a wider format; "unavailable": refused with an error.
+            "emulated": FP8 numbers, multiplied in a wider format; "unavailable": raises an error.
         why: One sentence.
     """
 
@@ -101,7 +103,7 @@ GATHER = PathStatus(
 
 
 def native_formats(device: Device) -> tuple[str, ...]:
-    """Return the short names of the data formats that the device multiplies natively."""
+    """Return short names of formats that the device multiplies natively."""
     if device.kind == "nvidia" and device.capability is not None and device.capability >= (8, 9):
         return OCP
     if device.kind == "amd" and device.arch is not None:
@@ -113,18 +115,26 @@ def native_formats(device: Device) -> tuple[str, ...]:
 
 
 def has_kernels(fmt: str | Format, policy: ScalePolicy | None = None) -> bool:
-    """Return whether there are kernels for a format and a policy; the reference covers everything else."""
+    """Return whether kernels support a format and policy.
+
+    The reference supports everything else.
+    """
     form = fmt if isinstance(fmt, Format) else get_data_format(fmt)
     return form in KERNEL_FORMATS and (policy is None or policy.formula != "e8m0")
 
 
 def multiplies_blocks(capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> bool:
-    """Return whether torch, built with a CUDA version, multiplies with float32 scales of blocks on such a GPU."""
+    """Return whether torch multiplies with block scales on a GPU.
+
+    Block scales are float32; torch is built with the CUDA version.
+    """
     return capability == BLOCK_CAPABILITY and cuda is not None and cuda >= BLOCK_CUDA
 
 
 def multiplies_rows(capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> RowsLibrary:
-    """Return the library with which torch multiplies with scales of rows on such a GPU; "" where it refuses.
+    """Return torch's library for row scales on a GPU.
+
+    "" if torch does not support them.
 
     Sources: `_scaled_rowwise_rowwise` in torch's ScaledBlas.cpp and `dispatch_fp8_rowwise_kernel_on_sm` in
     RowwiseScaledMM.cu, as of torch 2.15; pytorch#155991 added 12.x in 2025. Read, not run, except on 9.0.
@@ -135,20 +145,23 @@ def multiplies_rows(capability: tuple[int, int] | None, cuda: tuple[int, int] | 
 
 
 def multiplies_mx(capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> bool:
-    """Return whether torch, built with a CUDA version, multiplies with MX scales on such a GPU."""
+    """Return whether torch multiplies with MX scales on a GPU.
+
+    torch is built with the CUDA version.
+    """
     # not 12.0: its tensor cores take other layouts, for which nothing here was written
     return capability is not None and capability[0] == MX_MAJOR and cuda is not None and cuda >= MX_CUDA
 
 
 def own_grouped(choice: GroupedMatmuls, product: GroupedProduct, rows_per_expert: int, n: int, k: int) -> bool:
-    """Return whether an own kernel multiplies groups of rows, where there is one, and not the library.
+    """Return whether an own grouped kernel replaces the library's.
 
     Args:
         choice: "own", "library", or "table" for `OWN_GROUPED`.
         product: "rows" for [rows, k] by [groups, n, k]; "over rows" for the [n, k] of each group.
         rows_per_expert: On average.
         n: Columns of the result, or rows of each.
-        k: What is contracted, or columns of each result.
+        k: The contracted dimension, or columns of each result.
     """
     if choice != "table":
         return choice == "own"
@@ -157,7 +170,7 @@ def own_grouped(choice: GroupedMatmuls, product: GroupedProduct, rows_per_expert
 
 
 def grouped_path(device: Device) -> PathStatus:
-    """Return how torch multiplies groups of rows, those of experts, on the device."""
+    """Return the path of torch's grouped matmuls, for experts."""
     name, label, capability = "groups of rows", device.label, device.capability
     if device.kind != "nvidia" or capability is None or capability < (8, 0):
         return PathStatus(name=name, status="emulated", why=f"{label}: one group after the other.")
@@ -176,7 +189,7 @@ def matmul_path(device: Device, granularity: Granularity) -> PathStatus:
     if not formats:
         why = f": {_no_units(device)}"
     elif device.kind == "amd":
-        # The backends multiply natively on NVIDIA GPUs alone, whatever else has units for it.
+        # The backends multiply natively only on NVIDIA GPUs, even if another device has units for it.
         why = f" multiplies {formats}; this version was never run there and emulates"
     else:
         native, support = _scale_support(device, granularity)
@@ -189,12 +202,12 @@ def cast_path(device: Device, *, backend: Backend, triton: str | None) -> PathSt
 
     Args:
         device: Where the values are.
-        backend: What the user asked for; see `fp8_common._env.backend`.
+        backend: The user's choice; see `fp8_common._env.backend`.
         triton: Version of the installed Triton, or None.
     """
     if backend == "reference":
         return PathStatus(name="cast", status="reference", why=f"{BACKEND_VARIABLE}=reference asks for it.")
-    # Asked for every backend but "reference": "auto" falls back with the reason, "triton" refuses with it.
+    # For every backend except "reference": "auto" falls back with the reason, "triton" raises with it.
     obstacle = _triton_obstacle(device, triton)
     if obstacle is None:
         return PathStatus(name="cast", status="native", why=f"Triton {triton} kernels run on {device.label}.")
@@ -214,7 +227,7 @@ def _no_units(device: Device) -> str:
 
 
 def _scale_support(device: Device, granularity: Granularity) -> tuple[bool, str]:
-    """Whether the matrix product applies scales of this granularity itself, and why."""
+    """Return whether matmuls apply scales of this granularity, and why."""
     if granularity == "tensorwise":
         return True, "the product applies the scales"
     if granularity == "rowwise":
@@ -225,7 +238,7 @@ def _scale_support(device: Device, granularity: Granularity) -> tuple[bool, str]
         if multiplies_mx(device.capability, device.cuda):
             return True, "cuBLAS applies MX scales; this version was never run there"
         return False, "MX scales need sm_100 and torch with CUDA 12.8 or newer"
-    # What is left are the granularities with float32 block scales.
+    # The remaining granularities have float32 block scales.
     built = "another framework than torch" if device.cuda is None else f"CUDA {device.cuda[0]}.{device.cuda[1]}"
     if multiplies_blocks(device.capability, device.cuda):
         return True, f"cuBLAS of {built} applies float32 block scales where 512 divides the contracted size"
@@ -235,8 +248,8 @@ def _scale_support(device: Device, granularity: Granularity) -> tuple[bool, str]
 
 
 def _triton_obstacle(device: Device, triton: str | None) -> str | None:
-    """Say what keeps Triton kernels from running; None if nothing does."""
-    # AMD too: nobody has compiled the kernels for its targets or compared them there, and the backends refuse.
+    """Return the obstacle for Triton kernels, None without one."""
+    # AMD too: the kernels were never compiled for its targets or compared there, and the backends raise.
     if device.kind != "nvidia":
         return f"Triton kernels need an NVIDIA GPU, and this is {device.label}"
     if triton is None:

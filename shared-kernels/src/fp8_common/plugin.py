@@ -1,4 +1,4 @@
-"""What plugins need beside the public names: how a plugin tells of itself to `fp8 doctor`, and shared settings.
+"""Plugin support: reports for `fp8 doctor`, version checks and extras.
 
 The parts that know a framework are the modules of `fp8_common.torch` and `fp8_common.jax` without an underscore.
 Nothing else of fp8_common is for plugins: modules and names with an underscore change without notice.
@@ -37,13 +37,13 @@ FAMILY = ("fp8-torch-fsdp", "fp8-jax-owg", "fp8-te-init")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PluginInfo:
-    """What a plugin says about itself on a machine.
+    """A plugin's report on a machine.
 
     Attributes:
         name: Name of its distribution.
         version: Its version.
-        summary: One sentence: what it is for.
-        paths: What it will do here and why.
+        summary: Purpose of the plugin, one sentence.
+        paths: Paths of the plugin here, with reasons.
         certify: "module:function" of its rows of `fp8 certify`: called with properties, it yields names and functions
             that return a certificate.
     """
@@ -61,8 +61,8 @@ class PluginReport:
 
     Attributes:
         entry: Name and target of the entry point.
-        info: What the plugin said; None if it failed.
-        problem: What is wrong, with the remedy; None if nothing is.
+        info: The plugin's report; None if it failed.
+        problem: The problem, with the remedy; None without one.
     """
 
     entry: str
@@ -76,16 +76,16 @@ def discover(
     """Ask every installed plugin to describe itself; sorted by entry point.
 
     Args:
-        machine: What the plugins are told about this machine.
-        entry_points: The entry points to ask; None finds the installed ones.
+        machine: Facts about this machine, passed to the plugins.
+        entry_points: The entry points to load; None finds the installed ones.
     """
     found = importlib.metadata.entry_points(group=GROUP) if entry_points is None else entry_points
-    # Sorted, because the order of entry points is that of the folders on the path.
+    # Sorted, because the order of entry points follows the folders on the path.
     return tuple(_ask(entry, machine) for entry in sorted(found, key=lambda entry: (entry.name, entry.value)))
 
 
 def version_conflict(name: str, version: str) -> str | None:
-    """Say why a plugin of this family does not fit the installed fp8-common; None if it does.
+    """Return why a plugin does not fit fp8-common, or None.
 
     Args:
         name: Name of the plugin's distribution; names outside the family always fit.
@@ -101,11 +101,11 @@ def version_conflict(name: str, version: str) -> str | None:
 
 @contextmanager
 def extra(requirement: str, module: str) -> Iterator[None]:
-    """Say which extra is missing if an import in the block of this context fails.
+    """Raise with the missing extra if an import here fails.
 
     Args:
         requirement: What to install.
-        module: What needs it.
+        module: The module that needs the extra.
 
     Raises:
         ModuleNotFoundError: Something is not installed, with the line for pip.
@@ -119,7 +119,9 @@ def extra(requirement: str, module: str) -> Iterator[None]:
 
 
 def check_version(name: str, version: str) -> None:
-    """Refuse to run a plugin beside another version of fp8-common; plugins call it when they are imported.
+    """Raise if plugin and fp8-common versions differ.
+
+    Plugins call it when they are imported.
 
     Raises:
         Fp8UnsupportedError: The versions differ; the message names both and the command that installs equal ones.

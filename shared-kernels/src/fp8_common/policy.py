@@ -1,7 +1,7 @@
-"""`ScalePolicy`: how a scale follows from an amax; and `Record`, the base of all settings.
+"""`ScalePolicy`: derives scales from amax; `Record`: base of settings.
 
-A record's dictionary holds only what strict JSON can carry; infinity is the string "inf". Reading refuses unknown keys,
-so that a setting is never dropped in silence.
+A record's dictionary holds only values of strict JSON; infinity is the string "inf". Reading raises for unknown keys,
+so that a setting is never dropped silently.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from fp8_common.errors import Fp8Error
 
 
 class Record:
-    """Base of the settings dataclasses: `to_dict`, `from_dict` and the check of every `Literal` field."""
+    """Base of settings dataclasses: `to_dict`, `from_dict`, and `Literal` checks."""
 
     __slots__ = ()
 
@@ -45,7 +45,7 @@ class Record:
         return cls(**{key: _load(fields[key].type, value, f"{cls.__name__}.{key}") for key, value in data.items()})
 
     def check_choices(self) -> None:
-        """Refuse a value that its `Literal` annotation does not list.
+        """Raise for values that a `Literal` annotation does not list.
 
         Raises:
             Fp8Error: Naming the field, the value and the choices.
@@ -73,7 +73,7 @@ def _load(annotation: Any, value: Any, where: str) -> Any:
         return annotation.from_dict(value)
     if annotation is float and value == "inf":
         return math.inf
-    # JSON does not tell 1.0 from 1; an integer of so many bits is one that a float can hold.
+    # JSON does not distinguish 1.0 and 1; an integer of so many bits fits a float.
     if annotation is float and type(value) is int and value.bit_length() < 1024:
         return float(value)
     # bool is a subclass of int, so True would pass for a number.
@@ -98,17 +98,18 @@ HistoryAlgo = Literal["max", "most_recent"]
 HISTORY_ALGOS: tuple[HistoryAlgo, ...] = ("max", "most_recent")
 
 
-# Weak references let a compiler see a policy go: else it takes the next one at its address for it.
+# Weak references allow a compiler to see a policy's deletion: otherwise it confuses it with the next one at its
+# address.
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True)
 class ScalePolicy(Record):
-    """How an amax becomes a scale.
+    """Rule that derives a scale from an amax.
 
     Attributes:
         name: Name shown in errors and reports.
         margin: The scale aims at `fmt.max * 2^-margin`; an integer from -16 to 16.
         power_of_2: Round the scale down to a power of two, exactly, by clearing its mantissa.
         eps: An amax below this counts as this; 0 switches it off.
-        zero: What an amax of zero gives: the previous scale, 1.0, or `fmt.max / eps` ("eps").
+        zero: Scale for an amax of zero: the previous scale, 1.0, or `fmt.max / eps` ("eps").
         nonfinite: Scale for an infinite or NaN amax: the previous scale or 1.0.
         upper: Largest scale.
         lower: Smallest scale.
@@ -135,7 +136,7 @@ class ScalePolicy(Record):
     stable: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse values that no implementation could honour."""
+        """Validate the fields."""
         self.check_choices()
         # `type(...) is int`, since isinstance would accept True.
         if type(self.margin) is not int or abs(self.margin) > MAX_MARGIN:

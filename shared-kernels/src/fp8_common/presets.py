@@ -1,4 +1,4 @@
-"""Scale policies of TransformerEngine and of OCP MX, as functions of their options."""
+"""Scale policies of TransformerEngine and OCP MX, with their options."""
 
 from collections.abc import Callable, Mapping
 
@@ -6,7 +6,9 @@ from fp8_common.policy import FLOAT32_MAX, HistoryAlgo, MxMode, ScalePolicy
 
 
 def te_delayed(margin: int = 0, history: int = 1024, algo: HistoryAlgo = "max") -> ScalePolicy:
-    """TransformerEngine's delayed scaling: previous scale for zero, inf and NaN; overflow gives FLT_MAX.
+    """TransformerEngine's delayed scaling.
+
+    Previous scale for zero, inf and NaN; overflow gives FLT_MAX.
 
     Args:
         margin: The scale aims at `max * 2^-margin`.
@@ -17,7 +19,10 @@ def te_delayed(margin: int = 0, history: int = 1024, algo: HistoryAlgo = "max") 
 
 
 def te_current(pow2: bool = False, eps: float = 0.0) -> ScalePolicy:
-    """TransformerEngine's current scaling: 1.0 for zero, inf and NaN; eps is applied first; overflow gives FLT_MAX."""
+    """TransformerEngine's current scaling.
+
+    1.0 for zero, inf and NaN; eps is applied first; overflow gives FLT_MAX.
+    """
     zero = "eps" if eps else "one"
     return ScalePolicy(name="te_current", power_of_2=pow2, eps=eps, zero=zero, nonfinite="one", upper=FLOAT32_MAX)
 

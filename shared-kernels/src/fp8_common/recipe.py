@@ -1,7 +1,7 @@
-"""`Recipe` and `CastRecipe`: format, scaling and granularity of every operand of a linear layer.
+"""`Recipe`, `CastRecipe`: format, scaling and granularity of linear operands.
 
-Plugins read these objects; nothing here knows a framework. The names follow a layer y = x w^T: the products
-are "output" (x, w), "grad_input" (dy, w) and "grad_weight" (x, dy).
+Plugins read these objects; nothing here knows a framework. The names follow a layer y = x w^T: the matmuls are "output"
+(x, w), "grad_input" (dy, w) and "grad_weight" (x, dy).
 """
 
 import dataclasses
@@ -37,13 +37,13 @@ _FAMILY = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CastRecipe(Record):
-    """How one operand becomes FP8.
+    """Cast of one operand to FP8.
 
     Attributes:
         format: Short name of the FP8 format (dtype names are accepted and shortened).
         scaling: "dynamic" takes the scale from the tensor itself, "delayed" from its history, "static" from
             `static_scale`; "disabled" leaves the operand in high precision.
-        granularity: What shares a scale: the tensor, a slice along the contracted axis, a block, or 32 values
+        granularity: Elements that share a scale: the tensor, a slice along the contracted axis, a block, or 32 values
             (MX).
         policy: How an amax becomes a scale; `policy.history` is the window of delayed scaling and 0
             otherwise.
@@ -57,7 +57,7 @@ class CastRecipe(Record):
     static_scale: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse contradictory combinations; write the format by its short name."""
+        """Reject contradictory combinations; normalize the format's name."""
         # The dataclass is frozen, and its __init__ has already set the name that the caller wrote.
         object.__setattr__(self, "format", get_data_format(self.format).name)
         self.check_choices()
@@ -97,20 +97,20 @@ class CastRecipe(Record):
 
     @property
     def from_itself(self) -> "CastRecipe":
-        """This cast with delayed scaling replaced by dynamic scaling; others as they are."""
+        """Return this cast, with dynamic instead of delayed scaling."""
         if self.scaling != "delayed":
             return self
         return dataclasses.replace(self, scaling="dynamic", policy=dataclasses.replace(self.policy, history=0))
 
     @property
     def enabled(self) -> bool:
-        """Whether the operand is cast at all."""
+        """True if the operand is cast."""
         return self.scaling != "disabled"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe(Record):
-    """How the three products of a linear layer run.
+    """Casts of the three matmuls of a linear layer.
 
     Attributes:
         name: Name shown in errors and reports.
@@ -131,15 +131,17 @@ class Recipe(Record):
     grad_output_for_grad_weight: CastRecipe | None = None
 
     def __post_init__(self) -> None:
-        """Refuse products whose two operands cannot be multiplied."""
+        """Raise if two operands of a matmul cannot be multiplied."""
         for product in PRODUCTS:
             _check_product(self.name, product, *self.operands(product))
 
     def operands(self, product: Product) -> tuple[CastRecipe, CastRecipe]:
-        """Return both casts of "output" (x, w), "grad_input" (dy, w) or "grad_weight" (x, dy).
+        """Return both casts of a matmul.
+
+        "output" (x, w), "grad_input" (dy, w) or "grad_weight" (x, dy).
 
         Raises:
-            Fp8Error: There is no such product.
+            Fp8Error: No such matmul exists.
         """
         if product == "output":
             return self.input, self.weight
@@ -154,10 +156,12 @@ class Recipe(Record):
 
 
 def get_recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
-    """Return the recipe that a user names, holds, or has as a dictionary (`Recipe.to_dict`).
+    """Return a recipe from a name, a recipe or a dictionary.
+
+    The dictionary comes from `Recipe.to_dict`.
 
     Raises:
-        Fp8Error: The name belongs to no recipe, the dictionary is not that of one, or it is something else.
+        Fp8Error: The name or the dictionary is no recipe, or it is something else.
     """
     if isinstance(recipe, Recipe):
         return recipe

@@ -1,4 +1,4 @@
-r"""`Rule` and `Rules`: ordered include and exclude patterns over fully qualified module names.
+r"""`Rules`: ordered include and exclude patterns over module names.
 
 A rule is written as one string:
 
@@ -33,8 +33,8 @@ class Rule:
 
     Attributes:
         pattern: A glob, or a regular expression after "re:".
-        include: False excludes what the pattern matches.
-        recipe: The recipe of what the pattern includes; None leaves it to the caller.
+        include: False excludes the matches.
+        recipe: The recipe of included modules; None leaves it to the caller.
     """
 
     pattern: str
@@ -42,7 +42,7 @@ class Rule:
     recipe: Recipe | None = None
 
     def __post_init__(self) -> None:
-        """Refuse patterns that cannot match and exclusions that carry a recipe."""
+        """Raise for patterns without matches and exclusions with a recipe."""
         if not self.pattern:
             raise Fp8Error("A module rule needs a pattern, got an empty one. Use '*' for every module.")
         if self.recipe is not None and not self.include:
@@ -71,7 +71,7 @@ class Rule:
 
     @property
     def setting(self) -> tuple[bool, Recipe | None]:
-        """The outcome of the rule; rules with equal settings never contradict each other."""
+        """The outcome of the rule; equal outcomes never contradict."""
         return self.include, self.recipe
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What the rules say about one module.
+    """Decision of the rules for one module.
 
     Attributes:
         fqn: The module's fully qualified name.
@@ -108,7 +108,10 @@ class Rules:
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse one pattern with two settings: the first could never act."""
+        """Raise if one pattern has two settings.
+
+        The first could never act.
+        """
         seen: dict[str, Rule] = {}
         for rule in self.rules:
             other = seen.setdefault(rule.pattern, rule)
@@ -129,15 +132,15 @@ class Rules:
         return cls(rules=tuple(rule if isinstance(rule, Rule) else Rule.parse(rule) for rule in rules))
 
     def match(self, fqn: str) -> Decision:
-        """Return what the rules say about one module."""
+        """Return the rules' decision for one module."""
         for rule in reversed(self.rules):  # later rules win
             if rule.matches(fqn):
                 return Decision(fqn=fqn, include=rule.include, recipe=rule.recipe, rule=rule)
-        # A list of exceptions alone means "everything but these"; with any include, only what is named.
+        # A list of exceptions alone means "everything but these"; with any include, only included modules.
         return Decision(fqn=fqn, include=not any(rule.include for rule in self.rules))
 
     def apply(self, names: Iterable[str]) -> list[Decision]:
-        """Return what the rules say about every module, in order of `names`.
+        """Return the rules' decisions for modules, in order of `names`.
 
         Warns:
             UserWarning: For each rule that matches none of the names.
@@ -174,17 +177,19 @@ class Rules:
 def select_modules(
     modules: Mapping[str, Any], keep: "Callable[[Any, str], bool] | Rules | Iterable[str | Rule] | None"
 ) -> dict[str, Decision]:
-    """Return what a filter or rules say about every module that could be converted, by its name.
+    """Return the decision of a filter or rules for each module.
+
+    For every module that could be converted, by its name.
 
     Args:
         modules: The modules by fully qualified name.
-        keep: Called with (module, name), False leaves the module as it is; or rules; None includes all.
+        keep: Called with (module, name), False leaves the module unchanged; or rules; None includes all.
 
     Warns:
         UserWarning: For each rule that matches no name.
 
     Raises:
-        Fp8Error: A rule cannot be read, or decides nothing.
+        Fp8Error: A rule cannot be read, or has no effect.
     """
     if keep is None or callable(keep):
         included = {name: keep is None or bool(keep(module, name)) for name, module in modules.items()}

@@ -1,15 +1,17 @@
-"""The Triton kernels and the plans of their launches. The only part of fp8-common that imports triton.
+"""Triton kernels and launch plans.
 
-Each function here plans the launch of one kernel for torch and JAX alike; `run` runs it, `compile_launch` compiles it
-ahead of time. Every kernel equals the NumPy definition of its function bit for bit (NaN codes apart).
+No other part of fp8-common imports triton.
+
+Each function here plans the launch of one kernel, for torch and JAX; `run` runs it, `compile_launch` compiles it ahead
+of time. Every kernel equals the NumPy definition of its function bit for bit (except for NaN codes).
 
 Conventions: pointers end in `_ptr`; M, N and n are sizes; upper-case arguments are compiled in. Scalars are not
 specialized, so that one compiled kernel serves all sizes. Offsets are int64: tensors may exceed 2^31 elements. Tiles
 that lie whole inside a flat tensor load without masks: where the compiler cannot prove the alignment of a mask, it
 loads single elements.
 
-A `return` in a branch on a compiled-in value needs an `else` after it: Triton compiles what follows the `if` even where
-that branch was taken, and fails there if types or values do not fit.
+A `return` in a branch on a compiled-in value needs an `else` after it: Triton compiles the code after the `if` even
+when that branch was taken, and fails there if types or values do not fit.
 """
 
 from fp8_common._kernels.blocks import block_both, blockwise, mx

@@ -1,4 +1,6 @@
-"""Kernels with one scale per block: 1x128 or 128x128 values, and OCP MX, one E8M0 code for 32 consecutive values.
+"""Kernels with one scale per block: 1x128, 128x128, and OCP MX.
+
+MX has one E8M0 code for 32 consecutive values.
 
 Blocks at the edges may be partial. Dims: x_MN is [M, N]; scales are [M, ceil(N / 128)] or
 [ceil(M / 128), ceil(N / 128)], row-major.
@@ -49,7 +51,10 @@ def block_1x128_kernel(
     ALIGNED: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """A scale for every 128 consecutive elements of a row; a program handles one such column of BM rows."""
+    """Scale blocks of 128 elements of a row.
+
+    A program handles one such column of BM rows.
+    """
     if ALIGNED:
         N = multiple_of_16(N)
     # Program order runs along the rows of scales, which lie next to each other in memory.
@@ -98,7 +103,10 @@ def block_128x128_kernel(
 
 @triton.jit
 def cast_row_blocks(x, y_ptr, scale_inv_ptr, r, block, at, mask, M, FMAX: tl.constexpr, RULE: tl.constexpr):
-    """Cast rows r of a tile, each with a scale of its own, and store them; scales back lie by columns of blocks."""
+    """Cast rows r of a tile and store them and their scales.
+
+    Each row has a scale; scales back are stored by columns of blocks.
+    """
     scale = scale_of_key(widen_key(tl.max(narrow_key(x), axis=1), x.dtype), 1.0, FMAX, RULE)
     tl.store(y_ptr + at, to_fp8(scaled(x, scale[:, None]), y_ptr.dtype.element_ty), mask=mask)
     store_reciprocal(scale_inv_ptr, block.to(tl.int64) * M + r, scale, r < M)
@@ -120,9 +128,11 @@ def block_both_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Make y, and yt of the transpose, from one read of x, M % 4 == 0: with 1x128 blocks, or 128x128 if SQUARE.
+    """Cast x and its transpose by blocks in one read.
 
-    Scales back of 1x128 blocks lie by columns of blocks, of others by rows.
+    Makes y, and yt of the transpose; M % 4 == 0. Blocks are 1x128, or 128x128 if SQUARE.
+
+    Scales back of 1x128 blocks are stored by columns of blocks, of 128x128 blocks by rows.
     """
     if ALIGNED:
         M, N = multiple_of_16(M), multiple_of_16(N)
@@ -170,7 +180,10 @@ def mx_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Make code[m, b] from max |x[m, 32b : 32b + 32]| and y = fp8(x * 2^(127 - code)); codes are uint8, row-major."""
+    """Cast x to MX: codes uint8, row-major, of 32 values.
+
+    code[m, b] is made from max |x[m, 32b : 32b + 32]| and y = fp8(x * 2^(127 - code)).
+    """
     if ALIGNED:
         N = multiple_of_16(N)
     BLOCKS: tl.constexpr = BN // 32
@@ -203,7 +216,9 @@ def blockwise(
     *,
     inverse: bool = True,
 ) -> Launch:
-    """Plan one scale per `rows` x 128 block of x [m, n]; `inverse` also returns the scales back from FP8.
+    """Plan one scale per `rows` x 128 block of x [m, n].
+
+    `inverse` also returns the scales back from FP8.
 
     Raises:
         Fp8Error: No kernel has this block.
@@ -232,10 +247,12 @@ def blockwise(
 def block_both(
     m: int, n: int, dtype: str, fmt: str | Format, policy: ScalePolicy = CANONICAL, *, square: bool = False
 ) -> Launch:
-    """Plan casts of x [m, n], m % 4 == 0, and its transpose, from one read: of 1x128 blocks, or 128x128 if `square`.
+    """Plan casts of x [m, n] and its transpose by blocks.
+
+    One read of x, m % 4 == 0; blocks are 1x128, or 128x128 if `square`.
 
     The scales back from FP8 of both are outputs: [ceil(m / 128), ceil(n / 128)] and its transpose of square blocks,
-    [ceil(n / 128), m] and [ceil(m / 128), n] of others, which is how cuBLAS reads them.
+    [ceil(n / 128), m] and [ceil(m / 128), n] of 1x128 blocks, which is how cuBLAS reads them.
     """
     blocks_m, blocks_n = tile_count(m, 128), tile_count(n, 128)
     shapes = ((blocks_m, blocks_n), (blocks_n, blocks_m)) if square else ((blocks_n, m), (blocks_m, n))
@@ -255,7 +272,10 @@ def block_both(
 
 @plan
 def mx(m: int, n: int, dtype: str, fmt: str | Format, mode: MxMode = "rceil") -> Launch:
-    """Plan OCP MX data and uint8 E8M0 codes [m, ceil(n / 32)] for x [m, n]."""
+    """Plan OCP MX data and E8M0 codes for x [m, n].
+
+    Codes are uint8 [m, ceil(n / 32)].
+    """
     max_key, _, mantissa_bits = rounding_constants(fmt)
     return Launch(
         kernel=mx_kernel,

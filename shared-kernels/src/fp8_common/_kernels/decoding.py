@@ -1,4 +1,4 @@
-"""Kernels that dequantize: q * scale_inv in float32, rounded to the dtype of the result.
+"""Kernels that dequantize: q * scale_inv in float32, then rounded.
 
 Dims: q_MN is [M, N]; a scale covers `rows` x `columns` elements and lies at [m // rows, n // columns].
 """
@@ -25,7 +25,10 @@ def dequantize_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """ROWS is 0 where a scale covers all rows; COLUMNS is 0 where it covers the whole row, else it equals BN."""
+    """Dequantize with scale blocks.
+
+    ROWS is 0 if a scale covers all rows; COLUMNS is 0 if it covers the whole row, else it equals BN.
+    """
     if ALIGNED:
         N = multiple_of_16(N)
     tiles_n = tl.cdiv(N, BN)
@@ -55,7 +58,10 @@ def dequantize_mx_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """The same for MX data, whose E8M0 codes are uint8 [M, ceil(N / 32)]; exact in float32."""
+    """Dequantize MX data, exactly in float32.
+
+    E8M0 codes are uint8 [M, ceil(N / 32)].
+    """
     if ALIGNED:
         N = multiple_of_16(N)
     # The tile is seen as rows of 32 values, one MX block each, so that the scales broadcast.
@@ -75,7 +81,9 @@ def dequantize_mx_kernel(
 
 @plan
 def dequantize(m: int, n: int, fmt: str | Format, dtype: str, block: tuple[int, int]) -> Launch:
-    """Plan q * scale_inv for q [m, n] with one scale back from FP8 per block (rows, columns).
+    """Plan q * scale_inv of q [m, n] with block scales.
+
+    Each (rows, columns) block has one scale back from FP8.
 
     Raises:
         Fp8Error: No kernel has this block.
@@ -98,7 +106,10 @@ def dequantize(m: int, n: int, fmt: str | Format, dtype: str, block: tuple[int, 
 
 @plan
 def dequantize_mx(m: int, n: int, fmt: str | Format, dtype: str) -> Launch:
-    """Plan values of MX data [m, n] and its E8M0 codes [m, ceil(n / 32)]."""
+    """Plan values of MX data [m, n] and its E8M0 codes.
+
+    Codes are [m, ceil(n / 32)].
+    """
     return Launch(
         kernel=dequantize_mx_kernel,
         grid=tile_count(m, 16) * tile_count(n, 128),

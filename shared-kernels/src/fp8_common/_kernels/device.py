@@ -1,7 +1,7 @@
-"""Device functions for one number or tile: integer amax keys, scales, E8M0 codes, casts to FP8.
+"""Device functions: integer amax keys, scales, E8M0 codes, casts to FP8.
 
-The counterparts of `fp8_common.amax`, `amax_to_scale`, `amax_to_e8m0` and `encode`. Zero, infinity and NaN are told
-apart on integer keys, because floating point min and max drop NaN on a GPU.
+The counterparts of `fp8_common.amax`, `amax_to_scale`, `amax_to_e8m0` and `encode`. Zero, infinity and NaN are
+distinguished by integer keys, because floating point min and max drop NaN on a GPU.
 """
 
 import triton
@@ -44,7 +44,10 @@ def _pack(f8: str) -> str:
 
 
 def _pack_rows(f8: str) -> str:
-    """4 x 4 float32 (rows in $8..$23) to a word per row ($0..$3) and a word per column ($4..$7)."""
+    """Pack 4 x 4 float32 into words of rows and of columns.
+
+    Rows are in $8..$23; row words in $0..$3, column words in $4..$7.
+    """
     # Braces open a scope in PTX, so the registers declared here do not clash where the text occurs twice.
     lines = ["{\n.reg .b16 lo, hi;\n.reg .b32 e0, e1, o0, o1;"]
     for row in range(4):
@@ -78,11 +81,14 @@ def multiple_of_16(n):
 
 @triton.jit
 def narrow_key(x):
-    """Bits of |x| as an integer of the width of x; ordered like |x|, infinity and then NaN on top."""
+    """Return the bits of |x| as an order-preserving integer key.
+
+    Of the width of x; infinity and then NaN are greatest.
+    """
     if x.dtype.primitive_bitwidth == 32:
         return x.to(tl.int32, bitcast=True) & KEY_MASK
     else:
-        # Kept at 16 bits whatever type the constant takes.
+        # Kept at 16 bits for any type of the constant.
         return (x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int16)
 
 
@@ -114,14 +120,17 @@ def as_bits(x):
 def scaled(x, scale):
     """float32(x) * scale, NaN where x is infinite."""
     v = x.to(tl.float32)
-    # 0 * x is NaN where x is not finite and otherwise a zero of the sign of x, so that -0 stays: one fused
-    # multiply-add. Before the product, because a finite x whose product overflows saturates.
+    # 0 * x is NaN if x is not finite, otherwise a zero with the sign of x, so that -0 stays: one fused multiply-add.
+    # Before the multiplication, because a finite x that overflows in it saturates.
     return (v * 0.0 + v) * scale
 
 
 @triton.jit
 def to_fp8(v, F8: tl.constexpr):
-    """Round a float32 tile to F8: nearest even, saturating, infinity too; NaN stays."""
+    """Round float32 to F8: nearest even, saturating, infinity too.
+
+    NaN stays.
+    """
     # Inline PTX: Triton's own conversion goes through float16 on sm_89 and rounds twice. Four elements fill a register.
     if F8 == tl.float8e4nv:
         codes = tl.inline_asm_elementwise(PACK_E4M3, PACK_CONSTRAINTS, [v], dtype=tl.uint8, is_pure=True, pack=4)
@@ -132,7 +141,10 @@ def to_fp8(v, F8: tl.constexpr):
 
 @triton.jit
 def to_fp8_rows(v0, v1, v2, v3, F8: tl.constexpr):
-    """Round four float32 tiles to F8; also return int32 words that hold the codes of one position in all four."""
+    """Round four float32 tiles to F8, and pack their codes.
+
+    An int32 word holds the codes of one position in all four.
+    """
     # Four elements of four tiles make a 4x4 matrix of bytes, which the PTX returns by rows and by columns. Packing with
     # shifts in Triton instead crashes ptxas 12.8 (Triton 3.7.1).
     if F8 == tl.float8e4nv:
@@ -167,14 +179,14 @@ def reciprocal(scale):
 
 @triton.jit
 def store_reciprocal(scale_inv_ptr, at, scale, mask):
-    """Store the scales back from FP8, if there is a place for them."""
+    """Store the scales back from FP8, if requested."""
     if scale_inv_ptr is not None:
         tl.store(scale_inv_ptr + at, reciprocal(scale), mask=mask)
 
 
 @triton.jit
 def product(a, b):
-    """RN32(a * b), never joined with a sum that follows into one rounding."""
+    """RN32(a * b), never fused with a following sum."""
     # As bits, because results of inline assembly are integers here.
     bits = tl.inline_asm_elementwise(PRODUCT, PRODUCT_CONSTRAINTS, [a, b], dtype=tl.int32, is_pure=True, pack=1)
     return as_float(bits)
@@ -182,7 +194,10 @@ def product(a, b):
 
 @triton.jit
 def rounded_key(key, MANTISSA_BITS: tl.constexpr, ZERO: tl.constexpr):
-    """Float32 key rounded to this many mantissa bits, 0 up to ZERO; see `rounded_key` in the definition."""
+    """Float32 key rounded to this many mantissa bits.
+
+    0 up to ZERO; see `rounded_key` in the definition.
+    """
     DROPPED: tl.constexpr = 23 - MANTISSA_BITS
     finite = tl.minimum(key, INF_KEY - 1)
     up = ((1 << (DROPPED - 1)) - 1) + ((finite >> DROPPED) & 1)
@@ -213,7 +228,7 @@ def e8m0_of_key(key, MODE: tl.constexpr, MAX_KEY: tl.constexpr, MANTISSA_BITS: t
 @triton.jit
 def scale_of_e8m0(code):
     """Multiplier into FP8: 2^(127 - code), NaN for 255."""
-    # Built from bits: exp2 is approximate, and a product may flush 2^-127.
+    # Built from bits: exp2 is approximate, and a multiplication may flush 2^-127.
     bits = tl.where(code == 254, HALF_OF_SMALLEST_NORMAL, (254 - code) << 23)
     return as_float(tl.where(code == 255, NAN_BITS, bits))
 
@@ -229,7 +244,7 @@ def scale_inv_of_e8m0(code):
 def scale_of_key(key, prev, fmax, RULE: tl.constexpr):
     """Scale into FP8 from the float32 key of amax; see `fp8_common.amax_to_scale`.
 
-    `fmax` is a float32 of the shape of `key`: the numerator, margin included. RULE is that of `scale_rule`:
+    `fmax` is float32 of the shape of `key`: the numerator, margin included. RULE comes from `scale_rule`:
     (eps key, lowest key, highest key, power_of_2, zero, nonfinite, mantissa bits of a stable scale or 0, largest key
     that it rounds to 0).
     """

@@ -1,4 +1,6 @@
-"""Kernels for the amax and the cast of a list of tensors of one dtype in one launch.
+"""Kernels for amax and cast of many tensors in one launch.
+
+All tensors have one dtype.
 
 The list is a table on the device: the address and length of every tensor, and for every program its tensor and which
 chunk of it. No program exists for an empty tensor. Results lie in one buffer, so that a new buffer needs no new table.
@@ -16,14 +18,17 @@ from fp8_common.formats import Format
 
 BLOCK, ITERS = 4096, 4
 TABLE = {"numel_ptr": "int64", "tensor_ptr": "int32", "chunk_ptr": "int32"}
-"""What both kernels read besides the addresses: per tensor its length, per program its tensor and its chunk."""
+"""Inputs of both kernels besides addresses: the length of each tensor, the tensor and chunk of each program."""
 
 
 @triton.jit
 def tensor_at(ptrs_ptr, t, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The pointer in row t of a table of addresses; ALIGNED promises multiples of 16 bytes."""
-    # Triton knows nothing about an address that it loads; the hint must follow the conversion to a pointer, or every
-    # access handles a single element.
+    """Load a pointer from a table of addresses.
+
+    ALIGNED promises multiples of 16 bytes.
+    """
+    # Triton has no facts about a loaded address; the hint must follow the conversion to a pointer, or every access
+    # handles a single element.
     p = tl.load(ptrs_ptr + t).to(tl.pointer_type(DTYPE))
     return tl.multiple_of(p, 16) if ALIGNED else p
 
@@ -40,7 +45,10 @@ def foreach_amax_kernel(
     BLOCK: tl.constexpr,
     ITERS: tl.constexpr,
 ):
-    """Set amax[t] = max(amax[t], key of max |x_t|) for every tensor; `amax` is int32 [T] and starts at zero."""
+    """Raise amax[t] to the key of max |x_t| for all tensors.
+
+    `amax` is int32 [T] and starts at zero.
+    """
     t = tl.load(tensor_ptr + tl.program_id(0))
     base = tl.load(chunk_ptr + tl.program_id(0)).to(tl.int64) * (BLOCK * ITERS)
     key = chunk_key(tensor_at(ptrs_ptr, t, DTYPE, ALIGNED), base, tl.load(numel_ptr + t), DTYPE, BLOCK, ITERS)
@@ -61,7 +69,9 @@ def foreach_cast_kernel(
     BLOCK: tl.constexpr,
     ITERS: tl.constexpr,
 ):
-    """Write fp8(x_t * scale[t]) from y[offset[t]] on for every tensor; `scale` is float32 [T].
+    """Write fp8(x_t * scale[t]) to y[offset[t]:] for all tensors.
+
+    `scale` is float32 [T].
 
     Offsets are int64 multiples of 16 elements.
     """
@@ -69,7 +79,7 @@ def foreach_cast_kernel(
     t = tl.load(tensor_ptr + tl.program_id(0))
     base = tl.load(chunk_ptr + tl.program_id(0)).to(tl.int64) * (BLOCK * ITERS)
     n, scale = tl.load(numel_ptr + t), tl.load(scale_ptr + t)
-    # Without the hint, which follows the load because nothing is known about what it brings, stores would be narrow.
+    # Without the hint after the load, stores would be narrow.
     x, y = tensor_at(ptrs_ptr, t, DTYPE, ALIGNED), y_ptr + tl.multiple_of(tl.load(offset_ptr + t), 16)
     o = tl.arange(0, BLOCK)
     if base + BLOCK * ITERS <= n:
@@ -84,7 +94,7 @@ def foreach_cast_kernel(
 
 
 def foreach_chunks(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return, for every program of a foreach kernel, its tensor and its chunk of that tensor."""
+    """Return the tensor and chunk of each program of foreach kernels."""
     # A tensor without elements has no chunk, hence no program.
     pairs = [(t, c) for t, size in enumerate(sizes) for c in range(tile_count(size, BLOCK * ITERS))]
     return [t for t, _ in pairs], [c for _, c in pairs]
@@ -92,7 +102,10 @@ def foreach_chunks(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
 
 @plan
 def foreach_amax(programs: int, tensors: int, dtype: str, *, aligned: bool) -> Launch:
-    """Plan the int32 keys [tensors] of max |x| of a list of tensors; `aligned`: all addresses are multiples of 16."""
+    """Plan int32 keys [tensors] of max |x| of many tensors.
+
+    `aligned`: all addresses are multiples of 16.
+    """
     return Launch(
         kernel=foreach_amax_kernel,
         grid=programs,
@@ -106,7 +119,9 @@ def foreach_amax(programs: int, tensors: int, dtype: str, *, aligned: bool) -> L
 
 @plan
 def foreach_cast(programs: int, elements: int, dtype: str, fmt: str | Format, *, aligned: bool) -> Launch:
-    """Plan y_t = fp8(x_t * scale[t]) for a list of tensors; all y_t lie in one buffer, each at its offset.
+    """Plan y_t = fp8(x_t * scale[t]) of many tensors.
+
+    All y_t are in one buffer, each at its offset.
 
     `aligned`: the addresses of all x_t are multiples of 16. Offsets are multiples of 16 elements; the buffer has
     `elements`.
@@ -123,5 +138,5 @@ def foreach_cast(programs: int, elements: int, dtype: str, fmt: str | Format, *,
 
 
 def _tile(dtype: str, aligned: bool) -> dict[str, object]:
-    # The dtype of what an address leads to is compiled in: the table does not say it.
+    # The dtype behind an address is compiled in: the table does not contain it.
     return {"DTYPE": getattr(tl, input_dtype(dtype)), "ALIGNED": aligned, "BLOCK": BLOCK, "ITERS": ITERS}

@@ -1,11 +1,11 @@
-"""The activation of a gated MLP, silu(gate) * up, as FP8 codes of its rows; and its gradient's, of rows and columns.
+"""Kernels for silu(gate) * up and its gradient, stored as FP8 codes.
 
 Neither the activation nor the gradients of gate and up are stored before their casts. Rows are in consecutive groups,
-each with weights of its own, as in `groups`. See `fp8_common.silu_mul` for the numbers.
+each with its own weights, as in `groups`. See `fp8_common.silu_mul` for the numbers.
 
-Dims: gate and up are [M, N], or with `up_ptr` left out the halves of gate_ptr [M, 2 N]. What is made of them lies
-alike: without `up_ptr` codes and folds have 2 N columns and there is one scale for a row of both halves; with it, those
-of gate and up have pointers of their own.
+Dims: gate and up are [M, N], or without `up_ptr` the halves of gate_ptr [M, 2 N]. Outputs have the same layout:
+without `up_ptr` codes and folds have 2 N columns and there is one scale for a row of both halves; with it,
+gate's and up's have separate pointers.
 """
 
 import triton
@@ -60,7 +60,7 @@ def sigmoid(x):
     v = tl.where(x > HIGHEST, -HIGHEST, v)
     shifted = product(v, LOG2E) + ROUND
     whole = shifted - ROUND
-    # exact products: whether each is joined with its sum does not matter
+    # exact multiplications: fusing them with sums makes no difference
     rest = (v - whole * LOG2_HIGH) - whole * LOG2_LOW
     exp = product(rest, C5) + C4
     exp = product(exp, rest) + C3
@@ -115,7 +115,7 @@ def gated_rows_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Cast the rows of silu(gate) * up, each with its scale; BN >= N."""
+    """Cast rows of silu(gate) * up with row scales; BN >= N."""
     if ALIGNED:
         N = multiple_of_16(N)
     r = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -131,14 +131,14 @@ def gated_rows_kernel(
 
 @triton.jit
 def gradients_of_tile(gate_ptr, up_ptr, grad_ptr, r, c, N, mask):
-    """Gradients of gate and up, and silu(gate) * up, of rows r and columns c."""
+    """Gradients of gate and up, and silu(gate) * up, of a tile."""
     gate, up = load_gate_up(gate_ptr, up_ptr, r, c, N, mask)
     return silu_mul_backward(tl.load(grad_ptr + r.to(tl.int64) * N + c, mask=mask, other=0.0), gate, up)
 
 
 @triton.jit
 def folds_of_group(fold_ptr, up_fold_ptr, g, c, N):
-    """What the columns c of the gradients of gate and up are multiplied by in group g."""
+    """Load the factors of gradient columns c in group g."""
     if up_fold_ptr is None:
         at = 2 * g * N.to(tl.int64) + c
         return tl.load(fold_ptr + at, mask=c < N, other=1.0), tl.load(fold_ptr + at + N, mask=c < N, other=1.0)
@@ -147,11 +147,14 @@ def folds_of_group(fold_ptr, up_fold_ptr, g, c, N):
         return tl.load(fold_ptr + at, mask=c < N, other=1.0), tl.load(up_fold_ptr + at, mask=c < N, other=1.0)
 
 
-# Nothing but numbers is given to this function and the next: torch takes for written what one is given that returns
-# offsets of stores.
+# This function and the next take only numbers: torch assumes that pointers given to a function that returns store
+# offsets are written to.
 @triton.jit
 def columns_of_group(g, columns, M, N, COUNT, APART: tl.constexpr):
-    """Where amax and scales of the columns of gate's gradient, up's and the activation lie in group g."""
+    """Return the places of column amax and scales in group g.
+
+    Of gate's gradient, up's and the activation.
+    """
     wide = N.to(tl.int64)
     if APART:
         base = (2 * M.to(tl.int64) + 31) // 32 * 32
@@ -165,7 +168,10 @@ def columns_of_group(g, columns, M, N, COUNT, APART: tl.constexpr):
 
 @triton.jit
 def rows_of_gradients(r, c, M, N, APART: tl.constexpr):
-    """Where rows r of the gradients of gate and up lie, of both in one matrix, or in one after the other."""
+    """Return the row offsets of both gradients.
+
+    In one matrix, or in one after the other.
+    """
     if APART:
         at = r.to(tl.int64) * N + c
         return at, at + M.to(tl.int64) * N
@@ -182,7 +188,7 @@ def folded_keys(of_gate, of_up, fold, up_fold):
 
 @triton.jit
 def raise_columns(amax_ptr, at, key, DTYPE: tl.constexpr, inside):
-    """Raise amax at the places of columns to the keys of a tile."""
+    """Raise column amax to the keys of a tile."""
     tl.atomic_max(amax_ptr + at, widen_key(tl.max(key, axis=0), DTYPE), mask=inside, sem="relaxed")
 
 
@@ -202,7 +208,10 @@ def gated_back_amax_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Raise the keys of amax of rows, folded, and of columns by group; all start at zero. See `columns_of_group`."""
+    """Raise amax keys of folded rows and of grouped columns.
+
+    All start at zero. See `columns_of_group`.
+    """
     if ALIGNED:
         N = multiple_of_16(N)
     DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
@@ -230,9 +239,9 @@ def gated_back_amax_kernel(
 
 @triton.jit
 def store_turned(t_ptr, at, x, scale_ptr, scale_at, inside, mask, c, N):
-    """Cast a tile with scales of columns and store it turned; zeros outside."""
+    """Cast a tile by columns and store it transposed, zero-padded."""
     scale = tl.load(scale_ptr + scale_at, mask=c < N, other=1.0)
-    # zeros behind the group whatever the scale is, which may be NaN
+    # zeros after the group for any scale, even NaN
     q = to_fp8(tl.where(inside, scaled(x, scale), 0.0), t_ptr.dtype.element_ty)
     tl.store(t_ptr + at, q, mask=mask)
 
@@ -258,7 +267,9 @@ def gated_back_cast_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Cast the gradients of gate and up by rows, folded, and by columns turned; and the activation by columns.
+    """Cast the gradients by folded rows and by columns, and the activation.
+
+    Columns are stored transposed; the activation by columns only.
 
     Place p of the padded groups holds row `source[p]`, or zeros where that is negative, and is in group `group[p]`,
     which ends before `padded_end[group]`.
@@ -300,7 +311,7 @@ def gated_back_cast_kernel(
 def gated_rows(
     m: int, n: int, dtype: str, fmt: str | Format, policy: ScalePolicy = CANONICAL, *, apart: bool = False
 ) -> Launch:
-    """Plan the codes [m, n] of the rows of silu(gate) * up, and their scales back [m].
+    """Plan codes [m, n] and scales [m] of silu(gate) * up.
 
     `gate_ptr` is [m, 2 n], gate and up; `apart` with `up_ptr` both are [m, n].
 
@@ -331,10 +342,10 @@ def _gradients(m: int, n: int, groups: int, dtype: str, *, apart: bool) -> tuple
 
 @plan
 def gated_back_amax(m: int, n: int, groups: int, dtype: str, *, apart: bool = False) -> Launch:
-    """Plan the int32 keys of the amax of the gradients of gate and up, and of silu(gate) * up.
+    """Plan int32 amax keys of both gradients and the activation.
 
-    They lie as `scales_of_gradients` says. Of `grad_ptr` [m, n], gate and up as in `gated_rows`, the groups of rows,
-    int32 `group_ptr` [m], and what rows are multiplied by before their amax, float32 `fold_ptr` [groups, 2 n], `apart`
+    `scales_of_gradients` gives their places. Inputs are `grad_ptr` [m, n], gate and up as in `gated_rows`, the groups
+    of rows, int32 `group_ptr` [m], and the factors of rows before their amax, float32 `fold_ptr` [groups, 2 n], `apart`
     two of [groups, n].
     """
     inputs, sizes = _gradients(m, n, groups, dtype, apart=apart)
@@ -355,11 +366,13 @@ def gated_back_amax(m: int, n: int, groups: int, dtype: str, *, apart: bool = Fa
 def gated_back_cast(
     m: int, n: int, p: int, groups: int, dtype: str, fmt: str | Format, *, apart: bool = False
 ) -> Launch:
-    """Plan the codes of both gradients by rows, folded, and by columns, and of silu(gate) * up by columns.
+    """Plan the codes of both gradients and of the activation.
 
-    Of inputs as in `gated_back_amax`, and float32 `scale_ptr` as `scales_of_gradients` says. int32 `source_ptr` and
-    `group_ptr` [p] are the row at each place of the padded groups, or -1, and its group; `padded_end_ptr` [groups] are
-    their ends. Codes are [m, 2 n], `apart` [2, m, n]; and those of columns [3 n, p], of gate, up and the activation.
+    Gradients by folded rows and by columns, silu(gate) * up by columns.
+
+    Inputs as in `gated_back_amax`, and float32 `scale_ptr` with the places of `scales_of_gradients`. int32 `source_ptr`
+    and `group_ptr` [p] are the row at each place of the padded groups, or -1, and its group; `padded_end_ptr` [groups]
+    are their ends. Codes are [m, 2 n], `apart` [2, m, n]; column codes are [3 n, p], of gate, up and the activation.
 
     Raises:
         Fp8Error: 16 does not divide p.

@@ -1,6 +1,6 @@
-"""Kernels of gradients that travel as codes: rounding into the message of an all-to-all, and the sum of what arrives.
+"""Kernels that round gradients into messages and sum received messages.
 
-Row r of a message is what goes to, or came from, rank r: codes, then a float32 scale for every 128 of them (see
+Row r of a message goes to, or came from, rank r: codes, then a float32 scale for every 128 of them (see
 `fp8_common._reference.gradient_messages.MessageRows`). Element j of row r takes its random bits from word j % 4 of
 counter `offset` + 32 * ceil(C / 128) * r + j // 4: a row begins with a new block of counters. Bits come from Philox
 4x32-10: the key is the 64-bit seed (low word first), the counter its (low word, high word, 0, 0); `fp8_common.random_bits` draws
@@ -43,7 +43,7 @@ from fp8_common.policy import POWER_OF_2
 
 @triton.jit
 def random_words(seed, counter, BLOCK: tl.constexpr):
-    """uint32 [BLOCK] from counters [BLOCK / 4], the four words of a counter side by side."""
+    """uint32 [BLOCK] from counters [BLOCK / 4], four words per counter."""
     w0, w1, w2, w3 = tl.randint4x(seed, counter)
     # `join` adds a last dimension of length 2 and `reshape` numbers it fastest: w0 and w1 must be joined last.
     pairs = tl.join(tl.join(w0, w2), tl.join(w1, w3))
@@ -52,7 +52,10 @@ def random_words(seed, counter, BLOCK: tl.constexpr):
 
 @triton.jit
 def round_at_random(v, bits, MAX_KEY: tl.constexpr, MIN_EXPONENT: tl.constexpr, MANTISSA_BITS: tl.constexpr):
-    """Move float32 v to the format's grid, up with the probability of its distance from below; NaN stays."""
+    """Round float32 v to the format's grid at random.
+
+    Up with the probability of its distance from below; NaN stays.
+    """
     # Saturated first, on the bits: infinity and larger magnitudes become the maximum. NaN is restored at the end.
     key = tl.minimum(as_bits(v) & KEY_MASK, MAX_KEY)
     magnitude, exponent = as_float(key), tl.maximum((key >> 23) - 127, MIN_EXPONENT)
@@ -70,7 +73,10 @@ def round_at_random(v, bits, MAX_KEY: tl.constexpr, MIN_EXPONENT: tl.constexpr, 
 
 @triton.jit
 def to_codes(v, bits, F8: tl.constexpr, RANDOM: tl.constexpr):
-    """Round float32 v [BLOCKS, 128] to F8, at random where RANDOM says how the format is made."""
+    """Round float32 v [BLOCKS, 128] to F8.
+
+    At random if RANDOM gives the format's construction.
+    """
     if RANDOM is None:
         return to_fp8(v, F8)
     else:
@@ -93,7 +99,9 @@ def pack_gradients_kernel(
     ALIGNED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Write codes and scales of x [rows, C], whose rows begin X_PITCH elements apart; a program has BLOCKS blocks.
+    """Write codes and scales of gradients x [rows, C].
+
+    Rows of x are X_PITCH elements apart; a program has BLOCKS blocks.
 
     PITCH is the length of a row of the message in bytes, a multiple of 16.
     """
@@ -132,7 +140,9 @@ def sum_gradients_kernel(
     ALIGNED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Write the sum over ranks, first to last, of codes [RANKS, C] times their scales back, divided by DIVISOR.
+    """Sum received codes times scales over ranks, divided by DIVISOR.
+
+    Codes are [RANKS, C]; ranks are summed first to last.
 
     INVERSE is 1 / DIVISOR where that is exact, else None.
     """
@@ -141,7 +151,7 @@ def sum_gradients_kernel(
         C = multiple_of_16(C)
     b = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     c = b[:, None] * 128 + tl.arange(0, 128)[None, :]
-    # -0, because -0 + x is x whatever the sign of x; from its bits, because Triton makes +0 of -0.0.
+    # -0, because -0 + x is x for any sign of x; from its bits, because Triton makes +0 of -0.0.
     total = as_float(tl.full((BLOCKS, 128), -0x80000000, tl.int32))
     for rank in range(RANKS):
         q = tl.load(q_ptr + rank * PITCH + c, mask=c < C, other=0.0)
@@ -162,7 +172,9 @@ def pack_gradients(
     *,
     random: tuple[int, int] | None = None,
 ) -> Launch:
-    """Plan the codes and power-of-two scales of gradients [rows, columns] in the rows of a message.
+    """Plan codes and power-of-two scales of gradients in a message.
+
+    Gradients are [rows, columns].
 
     Args:
         rows: Ranks that get a row each.
@@ -200,8 +212,11 @@ def pack_gradients(
 
 @plan
 def sum_gradients(ranks: int, columns: int, pitch: int, fmt: str | Format, dtype: str, divisor: float) -> Launch:
-    """Plan the sum over the rows of a message of codes [ranks, columns], `pitch` bytes apart, divided by `divisor`."""
-    # The quotient by a power of two and the product with its inverse are the same number.
+    """Plan the sum over a message's rows, divided by `divisor`.
+
+    Codes are [ranks, columns], `pitch` bytes apart.
+    """
+    # Dividing by a power of two and multiplying by its inverse give the same number.
     inverse = 1 / divisor if math.frexp(divisor)[0] == 0.5 else None
     return Launch(
         kernel=sum_gradients_kernel,

@@ -1,4 +1,4 @@
-"""Kernels on rows in consecutive groups: amax and casts by group, or by group and column, and padded transposes.
+"""Kernels on rows in groups: amax, casts by group, and transposes.
 
 The group of each row is an int32 index that never falls; rows of no group have the number of groups. A tile spans few
 groups, one after the other, so that its programs go through those alone.
@@ -23,10 +23,11 @@ from fp8_common.formats import Format
 from fp8_common.policy import CANONICAL, ScalePolicy
 
 PADDED = 16
-"""What divides the rows of transposed groups."""
+"""Divides the number of rows of each transposed group."""
 
 
-# No pointer is given to this function: torch takes for written what one is given that returns offsets of stores.
+# No pointer is given to this function: torch assumes that pointers given to a function that returns store offsets are
+# written to.
 @triton.jit
 def places_of_tile(N, BM: tl.constexpr, BN: tl.constexpr):
     """Indices of the rows [BM] and columns [BN] of a tile."""
@@ -37,7 +38,10 @@ def places_of_tile(N, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def groups_of_rows(group, COUNT):
-    """Groups of rows [BM, 1], and the first and last one there; `group` is [BM]."""
+    """Load the groups of rows [BM, 1], with the first and last.
+
+    `group` is [BM].
+    """
     last = tl.max(tl.where(group < COUNT, group, -1), axis=0)
     return group[:, None], tl.min(group, axis=0), last
 
@@ -55,7 +59,10 @@ def group_amax_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Set amax[g] or amax[g, n] to the larger of itself and the key of max |x|; `amax` is int32 and starts at zero."""
+    """Raise amax by group, or by group and column.
+
+    `amax` is int32 [g] or [g, n], of keys of max |x|, and starts at zero.
+    """
     if ALIGNED:
         N = multiple_of_16(N)
     rows, columns = places_of_tile(N, BM, BN)
@@ -85,7 +92,10 @@ def group_cast_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Compute y[m, n] = fp8(x[m, n] * scale[group of m] or scale[group of m, n]); rows of no group are not written."""
+    """Cast rows with scales of groups, or of groups and columns.
+
+    y[m, n] = fp8(x[m, n] * scale); rows of no group are not written.
+    """
     if ALIGNED:
         N = multiple_of_16(N)
     rows, columns = places_of_tile(N, BM, BN)
@@ -93,8 +103,8 @@ def group_cast_kernel(
     r, c = rows[:, None], columns[None, :]
     at, mask = r.to(tl.int64) * N + c, (r < M) & (c < N)
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
-    # Cast once for each group instead of choosing scales first: nearly all tiles have one group or two, and what a loop
-    # carries from one group to the next would lie in another order than x.
+    # Cast once for each group instead of choosing scales first: nearly all tiles have one group or two, and values
+    # carried from one group to the next would have another layout than x.
     for g in range(first, last + 1):
         if COLUMNS:
             scale = tl.load(scale_ptr + N.to(tl.int64) * g + c, mask=c < N, other=1.0)
@@ -118,7 +128,9 @@ def group_columns_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Cast the columns of each group of rows with scales of their own, and store them as rows of t [N, P].
+    """Cast the columns of each group, and store them transposed.
+
+    Each column of a group has a scale; t is [N, P].
 
     Group g ends before row `end[g]` of x and before column `padded_end[g]` of t, where zeros follow its codes. Scales
     back are [groups, N]. A program casts BN columns of a group; the second read comes from the L2 cache.
@@ -144,7 +156,7 @@ def group_columns_kernel(
         r = start + m + lines
         inside = (r < end) & (c < N)
         x = tl.load(x_ptr + r.to(tl.int64) * N + c, mask=inside, other=0.0)
-        # zeros behind the group whatever the scale is, which may be NaN
+        # zeros after the group for any scale, even NaN
         q = to_fp8(tl.where(inside, scaled(x, scale[None, :]), 0.0), t_ptr.dtype.element_ty)
         tl.store(t_ptr + c.to(tl.int64) * P + (first + m + lines), q, mask=(m + lines < size) & (c < N))
 
@@ -160,7 +172,9 @@ def transpose_rows_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Compute t[n, p] = q[source[p], n] of bytes, and 0 where the source is negative; t is [N, P], 16 divides P.
+    """Gather and transpose rows of bytes, zero for negative indices.
+
+    t[n, p] = q[source[p], n]; t is [N, P], 16 divides P.
 
     Without `source`, t is the transpose of q.
     """
@@ -186,7 +200,9 @@ def fill_rows_with_zeros_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Set the rows of y [M, N] to zero whose byte in `keep` [M] is 0; what is kept is not read.
+    """Zero rows of y [M, N] whose byte in `keep` is 0.
+
+    Other rows are not read.
 
     Each of PARTS programs clears its columns of BM rows; nearly always there are none to clear.
     """
@@ -203,7 +219,10 @@ def fill_rows_with_zeros_kernel(
 
 @plan
 def group_amax(m: int, n: int, groups: int, dtype: str, *, columns: bool) -> Launch:
-    """Plan the int32 keys of the amax of each group of rows of x [m, n]: [groups], or of its `columns`, [groups, n]."""
+    """Plan int32 amax keys of row groups of x [m, n].
+
+    [groups], or of `columns`, [groups, n].
+    """
     return Launch(
         kernel=group_amax_kernel,
         grid=tile_count(m, 128) * tile_count(n, 64),
@@ -217,7 +236,10 @@ def group_amax(m: int, n: int, groups: int, dtype: str, *, columns: bool) -> Lau
 
 @plan
 def group_cast(m: int, n: int, groups: int, dtype: str, fmt: str | Format, *, columns: bool) -> Launch:
-    """Plan y = fp8(x * scale) for x [m, n] with float32 scales [groups], or of `columns`, [groups, n]."""
+    """Plan y = fp8(x * scale) of x [m, n] in groups.
+
+    float32 scales are [groups], or of `columns`, [groups, n].
+    """
     return Launch(
         kernel=group_cast_kernel,
         grid=tile_count(m, 128) * tile_count(n, 64),
@@ -233,7 +255,9 @@ def group_cast(m: int, n: int, groups: int, dtype: str, fmt: str | Format, *, co
 def group_columns(
     m: int, n: int, p: int, groups: int, dtype: str, fmt: str | Format, policy: ScalePolicy = CANONICAL
 ) -> Launch:
-    """Plan the codes [n, p] of the columns of each group of rows of x [m, n], padded, and the scales back [groups, n].
+    """Plan column codes [n, p] and scales [groups, n] of groups.
+
+    Rows of x [m, n] are padded in each group.
 
     int32 `end_ptr` and `padded_end_ptr` [groups] are the ends of groups in x, and in the codes, where 16 divides them.
 
@@ -245,7 +269,8 @@ def group_columns(
     sizes = matrix_sizes(p, n)
     return Launch(
         kernel=group_columns_kernel,
-        # 256 x 32: what the programs in flight read twice fits into the L2 cache of an H100 up to 2,000 rows a group
+        # 256 x 32: tiles that the programs in flight read twice fit into the L2 cache of an H100 up to 2,000 rows a
+        # group
         grid=groups * tile_count(n, 32) if m else 0,
         inputs={"x_ptr": input_dtype(dtype), "end_ptr": "int32", "padded_end_ptr": "int32"},
         outputs={"t_ptr": codes((n, p), fmt), "scale_inv_ptr": Out((groups, n), "float32")},
@@ -257,7 +282,9 @@ def group_columns(
 
 @plan
 def transpose_rows(p: int, n: int, *, index: bool = True) -> Launch:
-    """Plan the bytes [n, p], p a multiple of 16, of rows of n bytes that an int32 index [p] names; of all without it.
+    """Plan bytes [n, p] of transposed rows, selected by an index.
+
+    int32 index [p], 16 divides p; all rows without it.
 
     Raises:
         Fp8Error: 16 does not divide p.
@@ -278,7 +305,7 @@ def transpose_rows(p: int, n: int, *, index: bool = True) -> Launch:
 
 @plan
 def fill_rows_with_zeros(m: int, n: int, dtype: str) -> Launch:
-    """Plan zeros in the rows of y [m, n] that bytes [m] of 0 name."""
+    """Plan zeros in rows of y [m, n] whose byte is 0."""
     bm, bn = 16, 1024
     tiles = tile_count(m, bm)
     # programs for some 1000 processors: rows are many and short, or few and long

@@ -1,4 +1,4 @@
-"""What one launch of a kernel needs, and how it is compiled ahead of time or run at once.
+"""`Launch`: one kernel launch, compiled ahead of time or run at once.
 
 A `Launch` follows from shapes, dtypes and formats alone. There is no autotuning: torch and JAX run the same code, and
 results do not depend on what ran before. It declares its outputs, so that a framework can make them without knowing the
@@ -42,7 +42,7 @@ TYPES = {
 ALIGNMENT = 16
 """Bytes; with it Triton makes accesses of up to 16 bytes, without it one per element."""
 OPTIONS = {"enable_fp_fusion": True}
-"""What every compilation is told: Triton's own default of it warns in 3.9 and is another one from 3.10 on."""
+"""Options of every compilation: Triton's default warns in 3.9 and changes in 3.10."""
 
 ScaleRule = tuple[int, int, int, bool, str, str, int, int]
 """(eps key, lowest key, highest key, power_of_2, zero, nonfinite, mantissa bits of a stable scale or 0, largest key
@@ -67,7 +67,7 @@ class Out(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Launch:
-    """One kernel launch, without its data. Two are the same if they are one object, which caches ask for.
+    """One kernel launch without data; cached, so compared by identity.
 
     Pointer arguments of the kernel that are neither inputs nor outputs are left out: None, compiled in.
 
@@ -75,7 +75,7 @@ class Launch:
         kernel: The `@triton.jit` function.
         grid: Number of programs; 0 means that there is nothing to do.
         inputs: Dtype of every pointer that is only read; None for those left out.
-        outputs: Every pointer that is written, with what it holds.
+        outputs: Every pointer that is written, with its shape and dtype.
         scalars: Value of every scalar argument; its type is the kernel's annotation.
         constants: Values compiled into the kernel.
         num_warps: Warps per program.
@@ -100,13 +100,13 @@ class Launch:
 
     @cached_property
     def pointers(self) -> dict[str, str]:
-        """Triton's element type of every pointer that is there, in the order of the kernel's arguments."""
+        """Return Triton's element types of the given pointers, in order."""
         dtypes = dict(self.inputs) | {name: out.dtype for name, out in self.outputs.items()}
         return {name: TYPES[dtype] for name in self.kernel.arg_names if (dtype := dtypes.get(name))}
 
     @cached_property
     def fixed(self) -> dict[str, Any]:
-        """Every argument that is no pointer, and None for the pointers that are left out."""
+        """Return scalar arguments, and None for omitted pointers."""
         given = {**self.scalars, **self.constants}
         return {name: given.get(name) for name in self.kernel.arg_names if name not in self.pointers}
 
@@ -135,7 +135,9 @@ class Compiled(NamedTuple):
 
 
 def compile_launch(launch: Launch, capability: int, kernel: Any = None, **options: Any) -> Compiled:
-    """Compile a launch for a compute capability such as 90, on any machine.
+    """Compile a launch for a compute capability such as 90.
+
+    Works on any machine.
 
     Args:
         launch: What to compile: every pointer is 16-byte aligned, no scalar is specialized.
@@ -161,13 +163,13 @@ _address = methodcaller("data_ptr")
 
 
 class Loaded:
-    """A kernel on one device, with all that a launch needs besides pointers.
+    """A compiled kernel on one device, ready to launch.
 
     Triton's own launch looks the kernel up by all arguments, which takes the host longer than everything else.
 
     Args:
-        launch: The launch; pointers, also those that are left out, are the first arguments of its kernel.
-        kernel: What Triton made of it for pointers at multiples of `ALIGNMENT`.
+        launch: The launch; pointers, also omitted ones, are the first arguments of its kernel.
+        kernel: Triton's compiled kernel for pointers at multiples of `ALIGNMENT`.
     """
 
     def __init__(self, launch: Launch, kernel: Any) -> None:
@@ -175,25 +177,27 @@ class Loaded:
         first = next((i for i, name in enumerate(names) if name in others), len(names))
         self._pointers, self._rest = names[:first], [launch.fixed[name] for name in names[first:]]
         self._grid, self._hooks, self._knobs = launch.grid, launch.kernel.pre_run_hooks, triton.knobs.runtime
-        # `run` and the attributes are what `JITFunction.run` ends in, in Triton 3.6 to 3.9.
+        # `JITFunction.run` ends in `run` and these attributes, in Triton 3.6 to 3.9.
         self._start, self._function, self._packed = kernel.run, kernel.function, kernel.packed_metadata
         self._kernel = kernel  # which unloads itself when it goes
         self._stream = triton.runtime.driver.active.get_current_stream
 
     def start(self, tensors: Mapping[str, Any], device: int | None) -> bool:
-        """Launch on the current stream of a device, or return False where Triton has to look at the arguments.
+        """Launch on the current stream; return False if unsupported.
+
+        False if Triton must inspect the arguments.
 
         Args:
             tensors: As of `run`; of the dtypes that the launch names.
             device: Index of the device, which is the current one.
         """
         knobs = self._knobs
-        if self._hooks or knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls:  # those of profilers
+        if self._hooks or knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls:  # hooks of profilers
             return False
         for address in map(_address, tensors.values()):
             if address % ALIGNMENT:
                 return False
-        pointers = map(tensors.get, self._pointers)  # None for those that are left out
+        pointers = map(tensors.get, self._pointers)  # None for omitted pointers
         stream, grid, packed = self._stream(device or 0), self._grid, self._packed
         self._start(grid, 1, 1, stream, self._function, packed, None, None, None, *pointers, *self._rest)
         return True
@@ -206,22 +210,24 @@ def run(
     device: int | None = None,
     refusal: Callable[[], Exception | None] = lambda: None,
 ) -> None:
-    """Run a launch on tensors named like its pointers (on the GPU, or on CPU tensors under the interpreter).
+    """Run a launch on tensors named like its pointers.
+
+    On the GPU, or on CPU tensors under the interpreter.
 
     Args:
         launch: What to run.
         tensors: Its data, without the pointers that are left out.
         device: Index of the device, which is the current one; None under the interpreter.
-        refusal: Returns what is raised in place of compiling and loading a kernel that was not launched before: a CUDA
-            graph that is being captured would become invalid.
+        refusal: Returns an error to raise instead of compiling and loading a kernel that was not launched before: a
+            CUDA graph under capture would become invalid.
     """
-    if launch.grid == 0:  # CUDA refuses an empty grid
+    if launch.grid == 0:  # CUDA does not allow an empty grid
         return
     loaded = launch.loaded.get(device)
     if loaded is not None and loaded.start(tensors, device):
         return
     if interpreting() and tensors.keys() - set(launch.kernel.arg_names):
-        # Triton refuses such arguments on a GPU alone.
+        # Triton rejects such arguments only on a GPU.
         raise KeyError(f"{launch.name} takes {launch.kernel.arg_names}, got {sorted(tensors)}.")
     refused = refusal()
     with nullcontext() if refused is None else _loading_refused(refused):
@@ -233,7 +239,7 @@ def run(
 
 @contextmanager
 def _loading_refused(refusal: Exception) -> Iterator[None]:
-    """Raise where Triton would compile a kernel, and with that load it, while the `with` block runs."""
+    """Raise on compilation or loading of kernels in this context."""
 
     def refuse(**_: Any) -> None:
         raise refusal
@@ -248,24 +254,27 @@ def _loading_refused(refusal: Exception) -> Iterator[None]:
 
 
 def interpreting() -> bool:
-    """Return whether this process interprets kernels on the CPU (TRITON_INTERPRET=1 at the import of triton)."""
+    """Return whether this process interprets kernels on the CPU.
+
+    TRITON_INTERPRET=1 at the import of triton.
+    """
     return bool(triton.knobs.runtime.interpret)
 
 
-# ---------------------------------------------------------------- what plans are made of
+# ---------------------------------------------------------------- parts of plans
 
 
 def plan(make: _Plan) -> _Plan:
-    """Return `make`, which gives the same `Launch` for the same arguments, the latest 1024 of them.
+    """Return `make` with a cache of the latest 1024 launches.
 
-    Every step asks for the same few; numbers of tokens may change from step to step.
+    Every step requests the same few; numbers of tokens may change from step to step.
     """
     kept: Any = lru_cache(maxsize=1024)(make)
     return kept
 
 
 def scale_rule(fmt: str | Format, policy: ScalePolicy = CANONICAL) -> tuple[float, ScaleRule]:
-    """Return (numerator, RULE): what kernels need to know about a policy.
+    """Return (numerator, RULE): a policy as plain values for kernels.
 
     RULE is the same for all formats, unless the policy is stable.
 
@@ -284,14 +293,17 @@ def scale_rule(fmt: str | Format, policy: ScalePolicy = CANONICAL) -> tuple[floa
 
 
 def scale_constants(fmt: str | Format, policy: ScalePolicy | None) -> dict[str, object]:
-    """Return what is compiled into a kernel that makes scales, or casts with a given one."""
+    """Return compiled-in constants of kernels that make or use scales."""
     form = kernel_format(fmt)
     fmax, rule = (form.max, None) if policy is None else scale_rule(form, policy)
     return {"FMAX": fmax, "RULE": rule}
 
 
 def rounding_constants(fmt: str | Format) -> tuple[int, int, int]:
-    """Return key of the largest value, smallest exponent and mantissa bits of a format: what random rounding needs."""
+    """Return a format's largest key, exponent and mantissa bits.
+
+    Random rounding needs them; the exponent is the smallest.
+    """
     form = kernel_format(fmt)
     return key_of(form.max), form.min_exponent, form.mantissa_bits
 
@@ -300,7 +312,7 @@ def matrix_sizes(m: int, n: int) -> dict[str, int]:
     """Return the scalar arguments of a kernel on a matrix [m, n].
 
     Raises:
-        Fp8Error: Rows or columns do not fit in int32; offsets, which are products of both, are int64 in the kernels.
+        Fp8Error: Rows or columns do not fit in int32; offsets, which multiply both, are int64 in the kernels.
     """
     if max(m, n) >= 1 << 31:
         raise Fp8Error(f"Kernels take matrices of fewer than 2^31 rows and columns, got {m} x {n}.")
@@ -324,7 +336,7 @@ def codes(shape: tuple[int, ...], fmt: str | Format) -> Out:
 
 
 def kernel_format(fmt: str | Format) -> Format:
-    """Return a format that kernels write, or refuse it."""
+    """Return a format that kernels write, or raise."""
     form = get_data_format(fmt)
     if form not in KERNEL_FORMATS:
         raise Fp8Error(f"Kernels write e4m3 and e5m2, got {form.name}. Use the reference.")
@@ -342,5 +354,8 @@ def tile_count(n: int, side: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the smallest power of two that is not below `n`, which the sides of Triton's tiles are."""
+    """Return the next power of two from `n` on.
+
+    Sides of Triton's tiles are powers of two.
+    """
     return 1 << max(0, n - 1).bit_length()

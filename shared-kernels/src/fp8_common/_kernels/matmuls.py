@@ -1,4 +1,4 @@
-"""Matmuls of FP8 codes whose rows are in consecutive groups: rows by the matrix of their group, and over each group.
+"""Grouped matmuls of FP8 codes: rows by matrices, and over groups.
 
 Some programs go through all tiles, group after group; where groups end is read on the device. Scales are applied to the
 float32 sums. Operands come through masked loads: a TMA descriptor of each group needs memory that is allocated at the
@@ -15,7 +15,7 @@ from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format
 
 ALIGNED = 16
-"""What divides all sizes but the number of rows."""
+"""Divides all sizes except the number of rows."""
 PROGRAMS = 132
 """The processors of an H100: one program each."""
 SIDE, DEPTH, STAGES = 128, 128, 4
@@ -24,7 +24,7 @@ SIDE, DEPTH, STAGES = 128, 128, 4
 
 @triton.jit
 def place_of_tile(tile, tiles_m, tiles_n, BAND: tl.constexpr):
-    """Row and column of a tile, in bands of rows: the tiles in flight share what they read."""
+    """Row and column of a tile, in bands that share operands."""
     first = tile // (BAND * tiles_n) * BAND
     size = min(tiles_m - first, BAND)
     inside = tile % (BAND * tiles_n)
@@ -49,10 +49,12 @@ def matmul_rows_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Compute y[m] = (a[m] @ b[g].T) * a_inv[m] * b_inv[g], g the group of row m; zeros for rows of no group.
+    """Compute y[m] = (a[m] @ b[g].T) * a_inv[m] * b_inv[g].
 
-    a is [M, K], b is [COUNT, N, K]. Rows of no group are one more group, whose products have no terms. The tensor cores
-    add IMPRECISE products before a float32 sum takes them; None is all.
+    g is the group of row m; zeros for rows of no group.
+
+    a is [M, K], b is [COUNT, N, K]. Rows of no group are one more group without terms. The tensor cores add IMPRECISE
+    terms before a float32 sum takes them; None is all.
     """
     N, K = multiple_of_16(N), multiple_of_16(K)
     tiles_n = tl.cdiv(N, BN)
@@ -60,7 +62,7 @@ def matmul_rows_kernel(
     group, before, start = zero, zero, zero
     end = tl.load(end_ptr)
     tiles_m = tl.cdiv(end, BM)
-    # an upper bound that needs no ends: each group begins a tile of its own
+    # an upper bound that needs no ends: each group begins a new tile
     for tile in tl.range(tl.program_id(0), (tl.cdiv(M, BM) + COUNT) * tiles_n, tl.num_programs(0)):
         while (group <= COUNT) & (tile >= before + tiles_m * tiles_n):
             before += tiles_m * tiles_n
@@ -72,7 +74,7 @@ def matmul_rows_kernel(
             own_m, own_n = place_of_tile(tile - before, tiles_m, tiles_n, 8)
             m, n = start + own_m * BM + tl.arange(0, BM), own_n * BN + tl.arange(0, BN)
             k = tl.arange(0, BK)
-            # what is beyond a tile's rows and columns is read from its last one, and not stored
+            # beyond a tile's rows and columns its last one is read, and not stored
             a_rows = a_ptr + tl.minimum(m, end - 1).to(tl.int64)[:, None] * K + k[None, :]
             b_rows = b_ptr + (group.to(tl.int64) * N + tl.minimum(n, N - 1))[:, None] * K + k[None, :]
             acc = tl.zeros((BM, BN), tl.float32)
@@ -106,7 +108,9 @@ def matmul_over_rows_kernel(
     BK: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """Compute y[g] = (a[:, rows of g] @ b[:, rows of g].T) * a_inv[g] * b_inv[g]; zeros for a group without rows.
+    """Compute y[g] = (a[:, g] @ b[:, g].T) * a_inv[g] * b_inv[g].
+
+    Contracted over the rows of group g; zeros for a group without rows.
 
     a is [N, P], b is [K, P]; 16 divides where groups end. See `matmul_rows_kernel` for IMPRECISE.
     """
@@ -137,7 +141,9 @@ def matmul_over_rows_kernel(
 
 @plan
 def matmul_rows(m: int, n: int, k: int, groups: int, fmt: str | Format, other: str | Format, *, fast: bool) -> Launch:
-    """Plan the products [m, n] of codes [m, k] and, for each row, the codes [n, k] of its group, in bfloat16.
+    """Plan grouped matmuls [m, n] in bfloat16.
+
+    Codes [m, k] times the codes [n, k] of each row's group.
 
     Args:
         m: Rows.
@@ -160,7 +166,9 @@ def matmul_rows(m: int, n: int, k: int, groups: int, fmt: str | Format, other: s
 def matmul_over_rows(
     p: int, n: int, k: int, groups: int, fmt: str | Format, other: str | Format, *, fast: bool
 ) -> Launch:
-    """Plan the products [groups, n, k] of codes [n, p] and [k, p] over the columns of each group, in bfloat16.
+    """Plan matmuls [groups, n, k] over groups, in bfloat16.
+
+    Codes [n, p] and [k, p], contracted over the columns of each group.
 
     Args:
         p: Columns of both, a multiple of 16. int32 `end_ptr` [groups] is behind the last one of each group, a multiple

@@ -1,12 +1,12 @@
-"""Kernels with one scale per row: short rows in one pass, long ones in two; and rows and columns from two reads.
+"""Row-wise kernels: short rows, long rows, and rows with columns.
 
-With FOLD, column n of x is multiplied by `fold[n]` first, in float32. That is what the backward of a row-wise scaled
-weight needs: the weight's row scales move into the gradient, so one FP8 copy of the weight serves both passes. Rows in
-groups, whose int32 indices are in `group_ptr`, are multiplied by `fold[group[m], n]`.
+With FOLD, column n of x is multiplied by `fold[n]` first, in float32. The backward of a row-wise scaled weight needs
+it: the weight's row scales move into the gradient, so one FP8 copy of the weight serves both passes. Rows in groups,
+whose int32 indices are in `group_ptr`, are multiplied by `fold[group[m], n]`.
 
 Row-wise matmuls contract activation and gradient over columns once and over rows once. `amax_both` finds the amax of
-rows and columns, `cast_both` casts with both; `fold` applies to what goes to the rows.
-Dims: x_MN and y_MN are [M, N], yt_NM is [N, M], scale_M and group_M are [M], fold is [N] or [groups, N].
+rows and columns, `cast_both` casts with both; `fold` applies to the rows. Dims: x_MN and y_MN are [M, N], yt_NM is [N,
+M], scale_M and group_M are [M], fold is [N] or [groups, N].
 """
 
 import triton
@@ -43,7 +43,10 @@ LONGEST_ROW = 16384
 
 @triton.jit
 def load_values(x_ptr, fold_ptr, at, fold_at, mask, fold_mask):
-    """Load x at these offsets, folded if there is anything to fold: float32 then, else the dtype of x."""
+    """Load x, multiplied by `fold` if given.
+
+    Folded values are float32, others have the dtype of x.
+    """
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
     if fold_ptr is not None:
         return x.to(tl.float32) * tl.load(fold_ptr + fold_at, mask=fold_mask, other=0.0)
@@ -67,7 +70,10 @@ def rowwise_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Make scale[m] from max |x[m, :]|, y[m, :] = fp8(x[m, :] * scale[m]); BN >= N."""
+    """Cast rows with row scales, in one pass; BN >= N.
+
+    scale[m] is made from max |x[m, :]|, y[m, :] = fp8(x[m, :] * scale[m]).
+    """
     # The row stays in registers between its amax and its cast, so x is read once.
     if ALIGNED:
         N = multiple_of_16(N)
@@ -102,7 +108,10 @@ def rowwise_long_kernel(
     ALIGNED: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """The same for rows of any length, one program per row; the second read of a row comes from the L2 cache."""
+    """Cast rows of any length, one program per row.
+
+    The second read of a row comes from the L2 cache.
+    """
     if ALIGNED:
         N = multiple_of_16(N)
     r = tl.program_id(0)
@@ -140,7 +149,10 @@ def amax_both_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Raise amax[m] to the key of max |x[m, :] * fold| and amax[M + n] to that of max |x[:, n]|; all start at zero."""
+    """Raise amax keys of folded rows and of columns.
+
+    amax[m] of x[m, :] * fold, amax[M + n] of x[:, n]; all start at zero.
+    """
     if ALIGNED:
         M, N = multiple_of_16(M), multiple_of_16(N)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -180,7 +192,10 @@ def cast_both_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Make y = fp8(x * fold * scale[m]) and yt = fp8(x * scale[M + n])^T; needs M % 4 == 0."""
+    """Cast folded rows, and columns transposed; M % 4 == 0.
+
+    y = fp8(x * fold * scale[m]), yt = fp8(x * scale[M + n])^T.
+    """
     if ALIGNED:
         M, N = multiple_of_16(M), multiple_of_16(N)
     # Backwards after the pass for the amax, as in `cast_kernel`.
@@ -207,7 +222,10 @@ def cast_both_kernel(
 
 @triton.jit
 def scale_of_rows(key, DTYPE: tl.constexpr, scale_inv_ptr, r, inside, FMAX: tl.constexpr, RULE: tl.constexpr):
-    """Scales of rows r, of which each element of a row has a key, as a column; those back from FP8 are stored."""
+    """Return scales of rows r as a column; store their inverses.
+
+    Each element of a row has a key.
+    """
     scale = scale_of_key(widen_key(tl.max(key, axis=1), DTYPE), 1.0, FMAX, RULE)
     store_reciprocal(scale_inv_ptr, r, scale, inside)
     return scale[:, None]
@@ -227,7 +245,9 @@ def rowwise_transposed_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Make y with scales of rows, and its transpose, M % 4 == 0; the second read of x comes from the L2 cache.
+    """Cast rows and store them in both layouts; M % 4 == 0.
+
+    The second read of x comes from the L2 cache.
 
     x is a stack of matrices [M, N], one after the other.
     """
@@ -283,12 +303,14 @@ def rowwise(
     groups: bool = False,
     inverse: bool = True,
 ) -> Launch:
-    """Plan one scale per row of x [m, n]; with `fold`, columns are multiplied by float32 `fold_ptr` [n] first.
+    """Plan one scale per row of x [m, n].
+
+    With `fold`, columns are multiplied by float32 `fold_ptr` [n] first.
 
     With `groups`, `fold_ptr` has a row for each group, and int32 `group_ptr` [m] names the group of each row of x.
     `inverse` also returns the scales back from FP8.
     """
-    # Triton tiles have sides that are powers of two; what is beyond the row is masked.
+    # Triton tiles have sides that are powers of two; elements after the row are masked.
     bn = max(16, next_power_of_2(n))
     if n > LONGEST_ROW:
         # Longer rows do not fit into the registers of one program: they are read twice, in tiles.
@@ -315,7 +337,9 @@ def rowwise(
 
 @plan
 def amax_both(m: int, n: int, dtype: str, *, fold: bool = False) -> Launch:
-    """Plan the int32 keys [m + n] of the amax of all rows, then of all columns, of x [m, n]; `fold` as in `rowwise`.
+    """Plan int32 amax keys [m + n] of rows, then columns.
+
+    Of x [m, n]; `fold` as in `rowwise`.
 
     Rows are multiplied by `fold_ptr`, columns are not.
     """
@@ -332,7 +356,10 @@ def amax_both(m: int, n: int, dtype: str, *, fold: bool = False) -> Launch:
 
 @plan
 def cast_both(m: int, n: int, dtype: str, fmt: str | Format, *, fold: bool = False) -> Launch:
-    """Plan casts of x [m, n], m % 4 == 0, with float32 scales [m + n] of its rows, and of its columns, transposed."""
+    """Plan casts of rows, and of columns transposed.
+
+    Of x [m, n], m % 4 == 0, with float32 scales [m + n].
+    """
     return Launch(
         kernel=cast_both_kernel,
         grid=tile_count(m, 128) * tile_count(n, 64),
@@ -353,9 +380,11 @@ def cast_both(m: int, n: int, dtype: str, fmt: str | Format, *, fold: bool = Fal
 def rowwise_transposed(
     m: int, n: int, dtype: str, fmt: str | Format, policy: ScalePolicy = CANONICAL, count: int = 1
 ) -> Launch:
-    """Plan one scale per row of `count` matrices [m, n], m % 4 == 0: codes, the same transposed, and scales back.
+    """Plan row-wise casts of `count` matrices in both layouts.
 
-    What a weight is needed as: its rows are folded into what its transpose is multiplied by.
+    Matrices are [m, n], m % 4 == 0: codes, transposed codes, and scales back.
+
+    Weights are used this way: their row scales are folded into the other operand of the transpose.
     """
     return Launch(
         kernel=rowwise_transposed_kernel,

@@ -1,4 +1,4 @@
-"""Kernels that make scales: from amax, and from the histories of delayed scaling for all tensors of a model at once.
+"""Kernels that make scales, from amax or delayed-scaling histories.
 
 The rules are `fp8_common.amax_to_scale`, and before it `update_history`. Dims: history_LT is [L, T], the rest [T].
 """
@@ -16,7 +16,7 @@ from fp8_common.policy import ScalePolicy
 def scales_kernel(
     amax_ptr, scale_ptr, scale_inv_ptr, n: tl.int64, FMAX: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Make the scale into FP8 of each float32 amax [n], and its reciprocal."""
+    """Make float32 scales and reciprocals from amax [n]."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     key = as_bits(tl.load(amax_ptr + at, mask=at < n, other=0.0)) & KEY_MASK
     scale = scale_of_key(key, 1.0, FMAX, RULE)
@@ -40,7 +40,9 @@ def delayed_update_kernel(
     BL: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Roll each history by -1, put the new amax in slot 0 (unless it is not finite), make the next scale.
+    """Roll histories, record the new amax, make the next scales.
+
+    Rolled by -1; slot 0 is written unless amax is not finite.
 
     `fmax` [T] is the largest value of each tensor's format, margin included. New and old may be the same memory.
     """
@@ -83,7 +85,9 @@ def scales_of_amax(n: int, fmt: str | Format, policy: ScalePolicy) -> Launch:
 
 @plan
 def delayed_update(tensors: int, length: int, policy: ScalePolicy) -> Launch:
-    """Plan a step of delayed scaling for all tensors at once: history [length, tensors].
+    """Plan a delayed-scaling step of all tensors.
+
+    The history is [length, tensors].
 
     `fmax_ptr` is the numerator of each tensor's format, from `scale_rule`.
     """

@@ -1,4 +1,4 @@
-"""Kernels with one scale for a tensor: its amax, the cast, and the cast that also writes the transpose.
+"""Tensorwise kernels: amax, cast, and cast with transpose.
 
 Hopper multiplies FP8 matrices in one layout only (both operands contiguous along the contracted dimension), so weights
 and gradients are needed in both orders. Four adjacent rows are converted together and packed into words down the
@@ -43,7 +43,10 @@ from fp8_common.policy import ScalePolicy
 
 @triton.jit
 def chunk_key(p, base, n, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ITERS: tl.constexpr):
-    """Float32 key of max |p[i]| for i in [base, base + BLOCK * ITERS), cut at n; whole chunks load without masks."""
+    """Return the float32 key of max |p[i]| of a chunk.
+
+    i is in [base, base + BLOCK * ITERS), cut at n; whole chunks load without masks.
+    """
     o = tl.arange(0, BLOCK)
     # Element by element over the chunk, in the width of the input; reduced and widened once, at the end.
     key = narrow_key(tl.zeros((BLOCK,), DTYPE))
@@ -60,7 +63,10 @@ def chunk_key(p, base, n, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ITERS: tl.co
 
 @triton.jit(do_not_specialize=["n"])
 def amax_kernel(x_ptr, amax_ptr, n: tl.int64, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, ITERS: tl.constexpr):
-    """Set amax[0] = max(amax[0], key of max |x|); `amax` is int32 and starts at zero."""
+    """Raise amax[0] to the key of max |x|.
+
+    `amax` is int32 and starts at zero.
+    """
     DTYPE: tl.constexpr = tl.bfloat16 if ROUNDED else x_ptr.dtype.element_ty
     base = tl.program_id(0).to(tl.int64) * (BLOCK * ITERS)
     key = chunk_key(x_ptr, base, n, DTYPE, BLOCK, ITERS)
@@ -71,7 +77,7 @@ def amax_kernel(x_ptr, amax_ptr, n: tl.int64, ROUNDED: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def observe(own_key_ptr, key):
-    """Raise `own_key` to the key of an amax, unless that is infinite or NaN."""
+    """Raise `own_key` to a finite amax's key."""
     known = tl.load(own_key_ptr)
     tl.store(own_key_ptr, tl.where(key >= INF_KEY, known, tl.maximum(known, key)))
 
@@ -89,7 +95,9 @@ def tensor_scale(
     RULE: tl.constexpr,
     BOUND: tl.constexpr,
 ):
-    """The scale of all of x. The first program also stores it, and its reciprocal.
+    """Return the scale of x; the first program stores it.
+
+    It also stores the reciprocal.
 
     `scale` holds it, or with a RULE the int32 key of the amax of x that it is made from. `delayed` is then taken in its
     place where it is `ready` and, with a BOUND, neither larger than BOUND times it nor smaller than half of it. Where
@@ -101,7 +109,7 @@ def tensor_scale(
         if late_ptr is not None:
             stored = as_float(tl.where(tl.load(late_ptr) != 0, NAN_BITS, as_bits(scale)))
     else:
-        # Every program computes the scale again: a few instructions, where a kernel of its own would be another launch.
+        # Every program computes the scale again: a few instructions, where a separate kernel would be another launch.
         key = tl.load(scale_ptr)
         scale = scale_of_key(key, 1.0, FMAX, RULE)
         if delayed_ptr is not None:
@@ -123,10 +131,13 @@ def tensor_scale(
 
 @triton.jit
 def store_key(amax_ptr, own_key_ptr, key):
-    """Raise `amax` to the key of what this program read; the last program observes the key of all, with `own_key`."""
+    """Raise `amax` to this program's key.
+
+    The last program observes the key of all, with `own_key`.
+    """
     tl.atomic_max(amax_ptr, key, sem="relaxed")
     if own_key_ptr is not None:  # noqa: SIM102 (known when it is compiled; the other is not)
-        # What other programs have raised is seen through what they have counted.
+        # The count of finished programs makes their raises visible.
         if tl.atomic_add(amax_ptr + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
             observe(own_key_ptr, tl.atomic_max(amax_ptr, 0, sem="relaxed"))
 
@@ -150,7 +161,9 @@ def cast_kernel(
     ROUNDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute y = fp8(x * scale); amax key of x into `amax` unless that is None. Scales as in `tensor_scale`.
+    """Compute y = fp8(x * scale), and optionally the amax.
+
+    The key goes into `amax` unless that is None. Scales as in `tensor_scale`.
 
     With `own_key` and without a RULE, `amax` has a second element, which counts programs. With a RULE, tiles are walked
     backwards.
@@ -167,7 +180,7 @@ def cast_kernel(
         RULE,
         BOUND,
     )
-    # With a RULE the amax kernel has just read x, and its end is what the L2 cache still holds: begin there.
+    # With a RULE the amax kernel has just read x, and the L2 cache still holds its end: begin there.
     tile = tl.program_id(0) if RULE is None else tl.num_programs(0) - 1 - tl.program_id(0)
     base = tile.to(tl.int64) * BLOCK
     at = base + tl.arange(0, BLOCK)
@@ -190,10 +203,14 @@ def max_narrow_key(x):
     return tl.max(tl.max(narrow_key(x), axis=1).to(narrow_key(x).dtype), axis=0)
 
 
-# No pointer is given to this function: torch takes for written what one is given that returns offsets of stores.
+# No pointer is given to this function: torch assumes that pointers given to a function that returns store offsets are
+# written to.
 @triton.jit
 def rows_of_four(m0, n0, M, N, BM: tl.constexpr, BN: tl.constexpr):
-    """Offsets and mask [BM / 4, BN] of the first of every four rows of the tile at (m0, n0) of a matrix [M, N]."""
+    """Return offsets and mask of every fourth row of a tile.
+
+    [BM / 4, BN], of the tile at (m0, n0) of a matrix [M, N].
+    """
     r = m0 + 4 * tl.arange(0, BM // 4)[:, None]
     c = n0 + tl.arange(0, BN)[None, :]
     return r.to(tl.int64) * N + c, (r < M) & (c < N)
@@ -201,7 +218,10 @@ def rows_of_four(m0, n0, M, N, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def store_columns(yt_ptr, column, m0, n0, M, N, BM: tl.constexpr, BN: tl.constexpr):
-    """Store int32 words [BM / 4, BN] of four vertical neighbours each to the transpose; needs M % 4 == 0."""
+    """Store words of four vertical neighbors to the transpose.
+
+    int32 [BM / 4, BN]; needs M % 4 == 0.
+    """
     # Four horizontal neighbours of the transpose are one int32 store. The address is a multiple of 4 because M is.
     words = yt_ptr.to(tl.pointer_type(tl.int32))
     c = n0 + tl.arange(0, BN)[:, None]
@@ -213,7 +233,10 @@ def store_columns(yt_ptr, column, m0, n0, M, N, BM: tl.constexpr, BN: tl.constex
 def store_with_transpose(
     y_ptr, yt_ptr, x0, x1, x2, x3, at, mask, scale, m0, n0, M, N, BM: tl.constexpr, BN: tl.constexpr
 ):
-    """Cast four tiles of interleaved rows and store them both ways; needs M % 4 == 0."""
+    """Cast four tiles of interleaved rows, and store both layouts.
+
+    Needs M % 4 == 0.
+    """
     F8: tl.constexpr = y_ptr.dtype.element_ty
     q0, q1, q2, q3, column = to_fp8_rows(scaled(x0, scale), scaled(x1, scale), scaled(x2, scale), scaled(x3, scale), F8)
     tl.store(y_ptr + at, q0, mask=mask)
@@ -247,7 +270,10 @@ def cast_transpose_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Compute y = fp8(x * scale) and yt = y^T; scale and amax as in `cast_kernel`. PACKED needs M % 4 == 0."""
+    """Compute y = fp8(x * scale) and yt = y^T.
+
+    Scale and amax as in `cast_kernel`. PACKED needs M % 4 == 0.
+    """
     if ALIGNED:
         M, N = multiple_of_16(M), multiple_of_16(N)
     DTYPE: tl.constexpr = tl.bfloat16 if ROUNDED else x_ptr.dtype.element_ty
@@ -292,7 +318,10 @@ def cast_transpose_kernel(
 
 @plan
 def amax(n: int, dtype: str, *, rounded: bool = False) -> Launch:
-    """Plan the int32 key [1] of max |x| of `n` elements; `rounded` as in `cast`."""
+    """Plan the int32 key [1] of max |x|.
+
+    Of `n` elements; `rounded` as in `cast`.
+    """
     # Several tiles a program mean fewer atomics on the one key; a small tensor needs the programs more.
     block, iters = 4096, 4 if n >= 1 << 22 else 1
     return Launch(
@@ -307,15 +336,15 @@ def amax(n: int, dtype: str, *, rounded: bool = False) -> Launch:
 
 
 class Delayed(NamedTuple):
-    """How a cast takes a scale of earlier steps.
+    """Delayed-scaling arguments of a cast.
 
-    Without a policy `scale_ptr` is that scale. With one it is `delayed_ptr`, and taken in the place of the scale that
-    the policy makes of the amax where the bool scalar `ready_ptr` is set.
+    Without a policy `scale_ptr` is that scale. With one it is `delayed_ptr`, and replaces the policy's scale of the
+    amax if the bool scalar `ready_ptr` is set.
 
     Attributes:
         fits: Whether it must fit the amax, too: clip no more than the format rounds, and waste no half of the range.
         record: Whether `own_key_ptr`, an int32 scalar, is raised to the amax key of x, if that is finite.
-        check: Whether the scale is NaN where the bool scalar `late_ptr` is set; without a policy what is stored alone.
+        check: Whether the scale is NaN if the bool scalar `late_ptr` is set; without a policy only the stored one.
     """
 
     fits: bool
@@ -365,9 +394,11 @@ def cast_transpose(
     delayed: Delayed | None = None,
     rounded: bool = False,
 ) -> Launch:
-    """Plan y = fp8(x * scale) [m, n] and its transpose [n, m]; what has a name of `cast` is as there.
+    """Plan y = fp8(x * scale) [m, n] and its transpose.
 
-    The scale back from FP8 is an output beside the one that a policy makes, and alone without `with_scale`.
+    The transpose is [n, m]; arguments as in `cast`.
+
+    The scale back from FP8 is an additional output with a policy, and the only one without `with_scale`.
     """
     packed = m % 4 == 0
     # Four adjacent rows are packed into words; 128 rows are 32 words, so that the transpose is written in lines of 128
@@ -410,7 +441,7 @@ def _pointers(
 
 
 def _scaling(fmt: str | Format, policy: ScalePolicy | None, delayed: Delayed | None) -> dict[str, object]:
-    """Return what is compiled into a cast about its scale."""
+    """Return a cast's compiled-in scale constants."""
     # half a unit of the last place
     bound = 1 + 2.0 ** -(kernel_format(fmt).mantissa_bits + 1) if delayed and delayed.fits else None
     return scale_constants(fmt, policy) | {"BOUND": bound}

@@ -1,1 +1,1 @@
-"""The definition of all numbers in NumPy, which every framework and every kernel equals bit for bit."""
+"""The NumPy definition, which frameworks and kernels equal bit for bit."""

@@ -1,18 +1,18 @@
-"""SiLU and its gradient as gated MLPs take them, the definition that fused kernels equal.
+"""SiLU of gated MLPs and its gradient, the definition for kernels.
 
 Every step is one float32 operation, rounded once, so that no library decides the bits: exp(-x) is a polynomial on an
-interval around 0, times a power of two. Of bfloat16 values the output is that of eager PyTorch on a CPU at each of the
-65,536 gates; the gradient differs from it in the last bit where two roundings of float32 lie on both sides of a tie.
+interval around 0, times a power of two. For bfloat16 the output equals eager PyTorch on a CPU at each of the 65,536
+gates; the gradient differs from it in the last bit if two float32 roundings are on both sides of a tie.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 LOG2E = 1.44269504088896340736
-# Of few bits, so that their products with a whole number below 256 are exact: their sum is the logarithm of 2.
+# Of few bits, so that multiplying them by a whole number below 256 is exact: their sum is the logarithm of 2.
 LOG2_HIGH, LOG2_LOW = 45426 * 2.0**-16, 3068 * 2.0**-31
 ROUND = 1.5 * 2.0**23
-"""What is added to and taken from a float32 to round it to a whole number, which its lowest bits then hold."""
+"""Added to and subtracted from a float32 to round it to a whole number, which its lowest bits then hold."""
 ROUND_BITS = 0x4B400000
 POLYNOMIAL = (
     0.016667652875185013,
@@ -35,7 +35,7 @@ def silu_mul(gate: NDArray, up: NDArray) -> NDArray:
         up: Of the same dtype and shape.
 
     Returns:
-        The product in that dtype: silu is computed in float32 and rounded to it, and so is the product, as eager
+        silu(gate) * up in that dtype: silu is computed in float32 and rounded to it, and then the result, as eager
         PyTorch rounds.
     """
     with np.errstate(all="ignore"):
@@ -80,13 +80,13 @@ def _sigmoid(x: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def scales_of_gradients(m: int, n: int, groups: int, *, apart: bool) -> dict[str, tuple[int, int]]:
-    """Return where the scales that kernels keep in one array for a gated MLP begin, and how many there are.
+    """Return offsets and size of a gated MLP's scales in one array.
 
     Args:
         m: Rows.
         n: Columns of gate and up.
         groups: Groups of rows.
-        apart: Whether gate and up are two matrices, each with scales of its own.
+        apart: Whether gate and up are two matrices, each with separate scales.
 
     Returns:
         "rows" of the gradients [m], `apart` [2, m]; their columns, "gradients" [groups, 2 n], `apart` [2, groups, n];

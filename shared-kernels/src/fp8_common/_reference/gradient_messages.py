@@ -1,4 +1,4 @@
-"""`GradientCompression`: how gradients are rounded before ranks exchange them, and the sum that ranks then hold."""
+"""`GradientCompression`: rounding of gradients for the exchange, and their sum."""
 
 import dataclasses
 from typing import Literal
@@ -17,11 +17,11 @@ BLOCK = (1, 128)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GradientCompression(Record):
-    """How gradients travel.
+    """Settings of compressed gradients.
 
-    Each 128 consecutive elements get one power-of-two scale, so that the only rounding of what is sent is the cast to
-    FP8. With amax the largest magnitude of a block and E4M3, an element x that is rounded to nearest
-    arrives with an error of at most max(2^-4 |x|, 2^-17 amax).
+    Each 128 consecutive elements get one power-of-two scale, so that only the cast to FP8 rounds the sent values. With
+    amax the largest magnitude of a block and E4M3, an element x rounded to nearest has an error of at most max(2^-4
+    |x|, 2^-17 amax).
 
     Attributes:
         format: FP8 format of the codes; "e5m2" reaches further down within a block, with half the precision.
@@ -34,7 +34,7 @@ class GradientCompression(Record):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what no exchange could honour."""
+        """Validate the fields."""
         self.check_choices()
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise Fp8Error(f"seed must be an integer from 0 to 2^32 - 1, got {self.seed!r}.")
@@ -47,13 +47,13 @@ class GradientCompression(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MessageRows:
-    """Where things lie in a row of the bytes that ranks exchange: codes, their scales, elements that stay wide.
+    """Layout of a message row: codes, scales, and high-precision elements.
 
-    Every section and every row begin at a multiple of 16 bytes; what lies between them is zero.
+    Every section and every row begin at a multiple of 16 bytes; gaps are zero.
 
     Attributes:
         compressed: Codes of a row.
-        wide_bytes: Bytes of the elements that stay wide.
+        wide_bytes: Bytes of the elements in high precision.
     """
 
     compressed: int
@@ -81,7 +81,7 @@ class MessageRows:
 
     @property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """First byte and end of what lies between sections and is nothing."""
+        """First byte and end of each gap between sections."""
         ends = (self.compressed, self.scales_at), (self.scales_at + 4 * self.scales, self.wide_at)
         return tuple((a, b) for a, b in (*ends, (self.wide_at + self.wide_bytes, self.nbytes)) if a < b)
 
@@ -96,7 +96,9 @@ def round_gradients(
     *,
     random: tuple[int, int] | None = None,
 ) -> Quantized[np.ndarray]:
-    """Return what a rank sends for `rows` [n, m], one row to each rank: codes [n, m] and scales [n, ceil(m / 128)].
+    """Return codes and scales that a rank sends.
+
+    For `rows` [n, m], one for each rank: codes [n, m] and scales [n, ceil(m / 128)].
 
     Args:
         rows: float16, bfloat16 or float32.
@@ -114,7 +116,10 @@ def round_gradients(
 
 
 def sum_rounded(codes: np.ndarray, scales: np.ndarray, fmt: str | Format, divisor: float = 1.0) -> np.ndarray:
-    """Return the float32 sum [m] of codes [n, m] over ranks, first to last, divided by `divisor`."""
+    """Return the float32 sum [m] of codes over ranks.
+
+    Codes are [n, m]; ranks are summed first to last, and the sum is divided by `divisor`.
+    """
     parts = dequantize_blockwise(codes, scales, fmt, BLOCK)
     total = parts[0].copy()
     with np.errstate(all="ignore"):

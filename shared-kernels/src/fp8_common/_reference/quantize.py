@@ -1,8 +1,8 @@
 """Quantization and dequantization at every granularity; the definition that all frameworks equal.
 
-The cast is always RN_fmt(RN32(float32(x) * scale)): multiply in float32, then round once and saturate. What is not
-finite becomes NaN; a finite x whose product overflows saturates like other large numbers.
-Scales multiply into FP8; going back multiplies by RN32(1 / scale).
+The cast is always RN_fmt(RN32(float32(x) * scale)): multiply in float32, then round once and saturate. Infinities and
+NaN become NaN; a finite x that overflows in the multiplication saturates like other large numbers. Scales multiply into
+FP8; going back multiplies by RN32(1 / scale).
 """
 
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -44,7 +44,10 @@ def check_block(block: Block, ndim: int) -> Block:
 
 
 def block_grid(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
-    """Return the shape of the scales for data of `shape`: the last two dimensions divided, rounded up."""
+    """Return the shape of the scales of data of `shape`.
+
+    The last two dimensions are divided, rounded up.
+    """
     # Leading dimensions are batch dimensions, not divided; a vector has columns only, so its block loses the rows.
     sides = (1,) * (len(shape) - 2) + tuple(block)[-min(len(shape), 2) :]
     return tuple(-(-n // side) for n, side in zip(shape, sides, strict=True))
@@ -63,7 +66,9 @@ def block_amax(x: NDArray[np.float32], block: Block) -> NDArray[np.float32]:
 
 
 def check_grid(scale: tuple[int, ...], block: Block, shape: tuple[int, ...]) -> None:
-    """Refuse scales of another shape than `block_grid` gives for data of `shape`; shared by NumPy and torch.
+    """Raise if scales lack the shape of `block_grid`.
+
+    Shared by NumPy and torch.
 
     Raises:
         Fp8Error: They have another one.
@@ -114,7 +119,7 @@ def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> NDArray[np.ui
         fmt: The FP8 format.
 
     Returns:
-        uint8 codes of the shape of `x`; the NaN code where `x` is infinite or NaN, whatever the scale.
+        uint8 codes of the shape of `x`; the NaN code if `x` is infinite or NaN, for any scale.
 
     Raises:
         Fp8Error: Unsupported dtype or format.
@@ -123,7 +128,7 @@ def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> NDArray[np.ui
 
 
 def quantize_stochastic(x: ArrayLike, scale: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -> NDArray[np.uint8]:
-    """Like `quantize`, rounding up or down at random; see `encode_stochastic` for the rule.
+    """Quantize with random rounding; see `encode_stochastic`.
 
     Args:
         x: float16, bfloat16 or float32, any shape.
@@ -155,7 +160,7 @@ def dequantize(q: ArrayLike, scale: ArrayLike, fmt: str | Format, dtype: DTypeLi
     Raises:
         Fp8Error: Unsupported dtype or format.
     """
-    # A product with the rounded reciprocal, not a quotient: GPUs multiply, and the two differ in the last bit.
+    # Multiply by the rounded reciprocal, do not divide: GPUs multiply, and the two differ in the last bit.
     return _unscaled(decode(q, get_data_format(fmt)), reciprocal(scale), dtype)
 
 
@@ -176,7 +181,8 @@ def quantize_rowwise(
     Raises:
         Fp8Error: Unsupported dtype or format.
     """
-    # No previous scale: slices of zeros, and those with an infinity or NaN, get 1.0 unless the policy says otherwise.
+    # No previous scale: slices of zeros, and slices with an infinity or NaN, get 1.0 unless the policy defines another
+    # scale.
     scale = amax_to_scale(amax(x, axis=axis, keepdims=True), fmt, policy)
     return Quantized(quantize(x, scale, fmt), scale)
 
@@ -184,7 +190,9 @@ def quantize_rowwise(
 def quantize_blockwise(
     x: ArrayLike, fmt: str | Format, block: Block = (1, 128), policy: ScalePolicy = CANONICAL
 ) -> Quantized[NDArray[Any]]:
-    """Quantize with one scale for each (rows, columns) block of the last two dimensions.
+    """Quantize with a scale for each (rows, columns) block.
+
+    Blocks divide the last two dimensions.
 
     Args:
         x: float16, bfloat16 or float32 [..., M, N]; blocks at the edges may be partial.
@@ -227,7 +235,9 @@ def dequantize_blockwise(
 
 
 def quantize_mx(x: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> Quantized[NDArray[Any]]:
-    """Quantize to OCP MX: one E8M0 scale for 32 consecutive values of the last dimension.
+    """Quantize to OCP MX.
+
+    One E8M0 scale for 32 consecutive values of the last dimension.
 
     Args:
         x: float16, bfloat16 or float32 [..., N]; the last block may be partial.
@@ -273,10 +283,10 @@ def dequantize_mx(
 def _scaled(x: ArrayLike, scale: ArrayLike) -> NDArray[np.float32]:
     value = as_float32(x)
     with np.errstate(all="ignore"):
-        # In float32, as every framework and GPU does it: in float64 the product would not be rounded before the
+        # Multiply in float32, as every framework and GPU does: a float64 result would not be rounded before the
         # rounding to FP8, which gives other codes near midpoints.
         product = value * as_float32(scale, "scale")
-    # Infinity comes from x alone: where only the product overflows, it is a large number, which saturates.
+    # Infinity comes only from x: a finite x that overflows is a large number, which saturates.
     return np.where(np.isinf(value), value, np.clip(product, -FLOAT32_MAX, FLOAT32_MAX))
 
 

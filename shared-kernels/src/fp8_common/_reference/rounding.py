@@ -1,12 +1,13 @@
-"""Numbers to 8-bit codes and back, and random bits; the definition that every other cast equals bit for bit.
+"""Numbers to 8-bit codes and back, and random bits.
 
 Rounding is to nearest, ties to even, once, and saturates to the largest finite value. Infinity does not saturate: it
-becomes NaN, which no later product loses. NaN stays NaN. Stochastic rounding takes its random bits from the caller.
+becomes NaN, which no later multiplication loses. NaN stays NaN. Stochastic rounding takes its random bits from the
+caller.
 
-Random bits are those of Philox 4x32-10, a counter-based generator (Salmon et al., "Parallel Random Numbers: As Easy as
-1, 2, 3", SC 2011). Element i takes word i % 4 of counter i // 4 + offset under the 64-bit key `seed`; the counter is
-the four words (low 32 bits, high 32 bits, 0, 0). So any element's bits follow from its index: runs repeat, shards and
-frameworks agree, and nothing has to be stored.
+Random bits come from Philox 4x32-10, a counter-based generator (Salmon et al., "Parallel Random Numbers: As Easy as 1,
+2, 3", SC 2011). Element i takes word i % 4 of counter i // 4 + offset under the 64-bit key `seed`; the counter is the
+four words (low 32 bits, high 32 bits, 0, 0). So any element's bits follow from its index: runs repeat, shards and
+frameworks agree, and nothing is stored.
 """
 
 from functools import cache
@@ -19,7 +20,9 @@ from fp8_common.formats import Format, get_data_format, get_format
 
 
 def encode(x: ArrayLike, fmt: str | Format) -> NDArray[np.uint8]:
-    """Round every element to the nearest value of `fmt` (ties to even, saturating) and return its code.
+    """Round to the nearest value of `fmt`; return uint8 codes.
+
+    Ties to even, saturating.
 
     Args:
         x: Array of any shape; float16, bfloat16, float32 or float64 (rounded once, from the given precision).
@@ -41,7 +44,9 @@ def encode(x: ArrayLike, fmt: str | Format) -> NDArray[np.uint8]:
 
 
 def encode_stochastic(x: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -> NDArray[np.uint8]:
-    """Round every element up or down at random, up with the probability of its distance from below.
+    """Round up or down at random; return uint8 codes.
+
+    Up with the probability of the distance from below.
 
     With f the fraction of the way to the next grid point and u = (2 * (random_bits >> 9) + 1) * 2^-24, the
     magnitude rounds up exactly when u < f: representable values never move, and the probability of rounding up is
@@ -106,7 +111,10 @@ def _as_float64(x: ArrayLike) -> NDArray[np.float64]:
 
 
 def _to_grid(magnitude: NDArray[np.float64], fmt: Format) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Scale each magnitude so that the grid of its binade is the integers; return it with its exponent."""
+    """Scale magnitudes so that their binade's grid is the integers.
+
+    The exponents are returned, too.
+    """
     # Infinity and NaN have no binade; `_assemble` gives them their codes.
     finite = np.where(np.isfinite(magnitude), magnitude, 0.0)
     # frexp reads the exponent from the bits; a logarithm would round, and be one too high just below powers of two.
@@ -185,11 +193,14 @@ def random_bits(seed: int, shape: tuple[int, ...], offset: int = 0) -> NDArray[n
 
 
 def philox(counter: tuple[NDArray[np.uint64], ...], seed: int) -> tuple[NDArray[np.uint64], ...]:
-    """Return four 32-bit words for a counter of four words, all uint64 of one shape, under the 64-bit key `seed`."""
+    """Return four 32-bit Philox words of a counter.
+
+    The counter is four words, all uint64 of one shape, under the 64-bit key `seed`.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = np.uint64(seed & 0xFFFFFFFF), np.uint64((seed >> 32) & 0xFFFFFFFF)
     for _ in range(ROUNDS):
-        # Words are kept in uint64, so that a product has room for its high half.
+        # Words are kept in uint64, so that a multiplication has room for its high half.
         first, second = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1 = (second >> np.uint64(32)) ^ c1 ^ k0, second & WORD
         c2, c3 = (first >> np.uint64(32)) ^ c3 ^ k1, first & WORD

@@ -1,4 +1,4 @@
-"""From values to scales: amax, the scale into FP8, E8M0 block scales of MX, the amax history of delayed scaling.
+"""From values to scales: amax, scales, E8M0, and amax history.
 
 The definition that all frameworks equal. An amax is an integer maximum over float bits with the sign cleared: for
 non-negative floats the order of the bits is the order of the values, infinity sorts above every number and NaN above
@@ -6,7 +6,7 @@ infinity. So the maximum needs no rounding, does not depend on the order of redu
 subnormals, and cannot lose a NaN.
 
 E8M0 scales are integer operations on the bits of the amax alone. Source: OCP Microscaling Formats (MX) Specification
-1.0 for "floor"; the other modes are those of torchao and of NVIDIA's cuBLAS recipe ("rceil").
+1.0 for "floor"; the other modes are torchao's and NVIDIA's cuBLAS recipe ("rceil").
 
 A history holds exactly L observations for each tensor. At the end of a step it rolls by -1, slot 0 takes the new amax,
 and it is reduced: the result gives the scale of the next step. Slot 0 is the newest, slot 1 the oldest and the last
@@ -65,14 +65,14 @@ def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool =
         Fp8Error: `x` has another dtype.
     """
     axes = tuple(axis) if isinstance(axis, Sequence) else axis
-    # np.max of floats keeps a NaN too; keys are what the GPU kernels and the all-reduces compare.
+    # np.max of floats keeps a NaN too; the GPU kernels and all-reduces compare keys.
     keys = float_key(as_float32(x))
     # Keys are never negative, so `initial` changes nothing but the result of an empty reduction.
     return key_to_float(np.asarray(np.max(keys, axis=axes, keepdims=keepdims, initial=0)))
 
 
 def float_key(x: NDArray[np.float32]) -> NDArray[np.int32]:
-    """Return the float32 bits with the sign cleared, as int32: an order-preserving key of |x|."""
+    """Return float32 bits without sign, an order-preserving int32 key."""
     return x.view(np.int32) & np.int32(KEY_MASK)
 
 
@@ -94,8 +94,8 @@ def amax_to_scale(
         amax: float32 of any shape, max |x| (its sign is ignored).
         fmt: The format the values go to.
         policy: The rule; see `fp8_common.policy`.
-        prev: float32, broadcastable to `amax`: the scale in use, kept where amax is zero, infinite or NaN (as the
-            policy says). None stands for 1.0: current scaling.
+        prev: float32, broadcastable to `amax`: the scale in use, kept where amax is zero, infinite or NaN (depending on
+            the policy). None stands for 1.0: current scaling.
 
     Returns:
         float32 of the shape of `amax`.
@@ -113,7 +113,7 @@ def amax_to_scale(
     with np.errstate(all="ignore"):  # amax of zero, infinity and NaN divide too; their scales are replaced below
         # The margin goes into the numerator, which stays exact; the quotient may be at an end of the range already.
         scale = _limit(np.float32(fmt.max * 2.0**-policy.margin) / _at_least_eps(value, policy), policy)
-    # Current scaling has no previous scale; 1.0 leaves the data as it is.
+    # Current scaling has no previous scale; 1.0 leaves the data unchanged.
     fallback = np.broadcast_to(np.float32(1) if prev is None else as_float32(prev, "prev"), scale.shape)
     return _replace_unusable(scale, key, policy, fallback)
 
@@ -151,7 +151,7 @@ def reciprocal(scale: ArrayLike) -> NDArray[np.float32]:
 
 
 def _at_least_eps(amax: NDArray[np.float32], policy: ScalePolicy) -> NDArray[np.float32]:
-    """Raise small amax to eps; NaN is not less than eps and stays."""
+    """Raise small amax to eps; NaN stays."""
     eps = np.float32(policy.eps)
     return np.where(amax < eps, eps, amax)
 
@@ -167,7 +167,7 @@ def _limit(scale: NDArray[np.float32], policy: ScalePolicy) -> NDArray[np.float3
 def _replace_unusable(
     scale: NDArray[np.float32], key: NDArray[np.int32], policy: ScalePolicy, prev: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Put the scale that the policy prescribes where amax is zero, infinite or NaN."""
+    """Replace scales of zero, infinite and NaN amax by the policy's."""
     # By the bits of amax, not by the scale: after the limits, the scales of zero and infinity are ordinary numbers.
     replacement = {"previous": prev, "one": np.float32(1)}
     if policy.zero != "eps":
@@ -180,15 +180,15 @@ MANTISSA = 0x007FFFFF
 
 
 def amax_to_e8m0(amax: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> NDArray[np.uint8]:
-    """Return the biased exponent of the block scale that goes back from FP8.
+    """Return E8M0 codes: the biased exponents of scales back from FP8.
 
     Args:
         amax: float32, any shape: max |x| of each block.
         fmt: The element format of the block.
         mode: "floor": exponent of amax, minus the format's own (values may saturate). "ceil": the same, rounded up.
             "even": amax first rounded to the format's mantissa. "rceil": the smallest power of two that is at least
-            amax / fmt.max, so that nothing saturates. "stable": "rceil" of the amax that comes back from FP8, so that
-            a cast of what came back gives the same codes and scale.
+            amax / fmt.max, so that nothing saturates. "stable": "rceil" of the amax of the decoded values, so that
+            casting decoded values gives the same codes and scale.
 
     Returns:
         uint8 codes of the shape of `amax`; 255 (NaN) where amax is infinite or NaN.
@@ -198,7 +198,7 @@ def amax_to_e8m0(amax: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> 
     """
     fmt = get_data_format(fmt)
     check_mode(mode)
-    # 64 bits: "even" adds to the key, which may be that of a NaN already.
+    # 64 bits: "even" adds to the key, which may be a NaN's already.
     key = float_key(as_float32(amax, "amax")).astype(np.int64)
     # float32 and E8M0 share the bias 127, so an exponent field of float32 is a code.
     if mode in ("rceil", "stable"):
@@ -210,7 +210,7 @@ def amax_to_e8m0(amax: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> 
 
 
 def check_mode(mode: str) -> None:
-    """Refuse unknown rounding modes.
+    """Raise for unknown rounding modes.
 
     Raises:
         Fp8Error: `mode` is none of `MX_MODES`.
@@ -220,7 +220,9 @@ def check_mode(mode: str) -> None:
 
 
 def e8m0_to_scale(codes: ArrayLike) -> NDArray[np.float32]:
-    """Return the float32 multiplier into FP8 of uint8 E8M0 codes, 2^(127-code), in their shape; NaN for 255.
+    """Return the float32 scale into FP8 of E8M0 codes.
+
+    2^(127-code) for uint8 codes, in their shape; NaN for 255.
 
     Raises:
         Fp8Error: `codes` is neither uint8 nor float8_e8m0fnu.
@@ -231,7 +233,9 @@ def e8m0_to_scale(codes: ArrayLike) -> NDArray[np.float32]:
 
 
 def e8m0_to_scale_inv(codes: ArrayLike) -> NDArray[np.float32]:
-    """Return the float32 multiplier back from FP8 of uint8 E8M0 codes, 2^(code-127), in their shape; NaN for 255.
+    """Return the float32 scale back from FP8 of E8M0 codes.
+
+    2^(code-127) for uint8 codes, in their shape; NaN for 255.
 
     That of code 0 is subnormal.
 
@@ -242,9 +246,12 @@ def e8m0_to_scale_inv(codes: ArrayLike) -> NDArray[np.float32]:
 
 
 def rounded_key(key: NDArray[Any], fmt: Format, zero: int = 0) -> NDArray[Any]:
-    """Return keys rounded to the mantissa of `fmt`, ties to even: an amax that goes there and back by a power of two.
+    """Round keys to the mantissa of `fmt`, ties to even.
 
-    Keys up to `zero` become 0. What would round to infinity becomes the largest finite key; others stay as they are.
+    The amax after a cast there and back by a power of two.
+
+    Keys up to `zero` become 0. Keys that would round to infinity become the largest finite key; infinity and NaN do not
+    change.
     """
     dropped = 23 - fmt.mantissa_bits
     finite = np.minimum(key, INF_KEY - 1)
@@ -254,7 +261,10 @@ def rounded_key(key: NDArray[Any], fmt: Format, zero: int = 0) -> NDArray[Any]:
 
 
 def stable_zero_key(fmt: Format) -> int:
-    """Return the key of the largest amax that the largest stable scale rounds to zero; shared by all frameworks."""
+    """Return the largest amax key rounded to zero by stable scales.
+
+    Shared by all frameworks.
+    """
     return (fmt.min_exponent - fmt.mantissa_bits - 1 - MAX_EXPONENT + 127) << 23
 
 
@@ -262,12 +272,15 @@ def _round_exponent(key: NDArray[np.int64], fmt: Format, mode: MxMode) -> NDArra
     if mode == "even":
         # Half a step of the format's mantissa: where it carries, amax would round up to the next power of two.
         key = key + (1 << (22 - fmt.mantissa_bits))
-    # Any mantissa bit puts amax above its power of two, which is what "ceil" rounds up.
+    # Any mantissa bit puts amax above its power of two, which "ceil" rounds up.
     return (key >> 23) + ((key & MANTISSA) != 0 if mode == "ceil" else 0)
 
 
 def _rceil(key: NDArray[np.int64], fmt: Format) -> NDArray[np.int64]:
-    """Compare mantissas instead of dividing: amax <= fmt.max * 2^k exactly when its mantissa is not the larger."""
+    """Return E8M0 exponents by comparing mantissas.
+
+    amax <= fmt.max * 2^k exactly when its mantissa is not the larger.
+    """
     # A division would round, and give a power of two for a quotient just above it.
     limit = int(np.float32(fmt.max).view(np.int32))
     exponent = (key >> 23) - ((limit >> 23) - 127)
@@ -279,9 +292,9 @@ def _rceil(key: NDArray[np.int64], fmt: Format) -> NDArray[np.int64]:
 def update_history(
     history: ArrayLike, amax: ArrayLike, algo: HistoryAlgo = "max"
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Record one observation per tensor and return the amax that the next scale is made from.
+    """Record an observation per tensor; return the reduced amax.
 
-    An infinite or NaN amax is not recorded: the history of that tensor stays as it was.
+    An infinite or NaN amax is not recorded: the history of that tensor does not change.
 
     Args:
         history: float32 [L, ...]; slot 0 is the newest.
@@ -296,7 +309,7 @@ def update_history(
     """
     window, observed = as_float32(history, "history"), as_float32(amax, "amax")
     check_history(window.shape, observed.shape, algo)
-    # The roll brings the oldest observation into slot 0, where the new one replaces it.
+    # The roll moves the oldest observation into slot 0, where the new one replaces it.
     rolled = np.roll(window, -1, axis=0)
     # Through the key: an observation of -0 or with a sign counts as its magnitude.
     rolled[0] = key_to_float(float_key(observed))
@@ -306,12 +319,14 @@ def update_history(
 
 
 def reduce_history(history: NDArray[np.float32], algo: HistoryAlgo) -> NDArray[np.float32]:
-    """Return the amax [...] that the next scale is made from, of a history [L, ...]."""
+    """Return the amax [...] of a history [L, ...]."""
     return key_to_float(np.max(float_key(history), axis=0)) if algo == "max" else history[0].copy()
 
 
 def check_history(history: tuple[int, ...], amax: tuple[int, ...], algo: str) -> None:
-    """Refuse shapes and names that `update_history` cannot work with; shared by all frameworks.
+    """Validate the shapes and names of `update_history`.
+
+    Shared by all frameworks.
 
     Raises:
         Fp8Error: Shapes do not fit, the history is empty, or `algo` is unknown.

@@ -1,8 +1,8 @@
-"""The functions of `fp8_common` on JAX arrays, bit for bit equal to the NumPy definition.
+"""The functions of `fp8_common` on JAX arrays, bit for bit.
 
-They work eagerly and under jit, vmap, grad and shard_map, with 64-bit types disabled and strict dtype
-promotion. Everything has zero gradients except `fake_quantize`, which is straight-through. Formats, policies
-and errors are those of `fp8_common`. Needs jax >= 0.10.1.
+They work eagerly and under jit, vmap, grad and shard_map, with 64-bit types disabled and strict dtype promotion.
+Everything has zero gradients except `fake_quantize`, which is straight-through. Formats, policies and errors come from
+`fp8_common`. Needs jax >= 0.10.1.
 
 Plugins also use the modules without an underscore: `arrays`, `casts` and `slices`.
 """

@@ -1,4 +1,7 @@
-"""Casts with block scales, 1x128, 128x128 and the 1x32 of OCP MX: one definition each, and the kernels they run as."""
+"""Casts with block scales: definitions and kernels.
+
+Blocks are 1x128, 128x128 and the 1x32 of OCP MX.
+"""
 
 from typing import Any
 
@@ -22,7 +25,9 @@ from fp8_common.policy import CANONICAL, MxMode, ScalePolicy
 def quantize_blockwise(
     x: ArrayLike, fmt: str | Format, block: Block = (1, 128), policy: ScalePolicy = CANONICAL
 ) -> Quantized:
-    """Quantize with one scale for each (rows, columns) block of the last two dimensions.
+    """Quantize with a scale for each (rows, columns) block.
+
+    Blocks divide the last two dimensions.
 
     Args:
         x: float16, bfloat16 or float32 [..., M, N]; blocks at the edges may be partial.
@@ -41,7 +46,9 @@ def quantize_blockwise(
 
 
 def quantize_mx(x: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> Quantized:
-    """Quantize to OCP MX: one E8M0 scale for 32 consecutive values of the last dimension.
+    """Quantize to OCP MX.
+
+    One E8M0 scale for 32 consecutive values of the last dimension.
 
     Args:
         x: float16, bfloat16 or float32 [..., N]; the last block may be partial.
@@ -63,7 +70,9 @@ def quantize_mx(x: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> Quan
 def dequantize_blockwise(
     q: ArrayLike, scale: ArrayLike, fmt: str | Format, block: Block = (1, 128), dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
-    """Undo `quantize_blockwise`: data [..., M, N] and scales [..., ceil(M / rows), ceil(N / columns)].
+    """Undo `quantize_blockwise`.
+
+    Data are [..., M, N] and scales [..., ceil(M / rows), ceil(N / columns)].
 
     Raises:
         Fp8Error: Unsupported dtype, format, block or shape of `scale`.
@@ -75,7 +84,9 @@ def dequantize_blockwise(
 
 
 def dequantize_mx(q: ArrayLike, codes: ArrayLike, fmt: str | Format, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """Undo `quantize_mx`: data [..., N] and scales [..., ceil(N / 32)], either as native dtype or as codes.
+    """Undo `quantize_mx`.
+
+    Data are [..., N] and scales [..., ceil(N / 32)], either as native dtype or as codes.
 
     Exact in float32, subnormal results included.
 

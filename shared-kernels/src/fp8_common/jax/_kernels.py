@@ -1,4 +1,6 @@
-"""Operations that run as one Triton kernel on a GPU and as jnp code everywhere else; both give the same bits.
+"""Operations with a Triton kernel on GPUs and jnp code elsewhere.
+
+Both give the same bits.
 
 Built on `jaxlib`'s own Triton support, not on jax-triton: a launch plan is compiled to PTX as torch does it, and
 embedded with its grid and scalars. Lowering needs no GPU when the compute capability is given, only jax's CUDA plugin.
@@ -36,24 +38,25 @@ from fp8_common.jax.numerics import vary_alike, varying_axes
 
 CALL_TARGET = "triton_kernel_call_ffi"
 OLDEST_PTX, OLDEST_PTX_OF_BLACKWELL = 81, 86
-"""Versions of PTX that hold what kernels need. Triton writes the newest that its own ptxas takes; XLA assembles with
-another ptxas, and that of CUDA 12 refuses what Triton 3.9 writes."""
+"""PTX versions that support the kernels. Triton writes its own ptxas's newest; XLA assembles with another ptxas, and
+CUDA 12's rejects the version that Triton 3.9 writes.
+"""
 _capability: contextvars.ContextVar[int | None] = contextvars.ContextVar("capability", default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KernelOp:
-    """An operation with a kernel; called, it runs the kernel where there is one, and its reference elsewhere.
+    """An operation that runs a kernel if possible, else its reference.
 
     Attributes:
         name: Name of its primitive.
         reference: (*arrays, **params) -> tuple of arrays; jnp code that defines the results.
         plan: (`fp8_common._kernels`, *shapes with dtype, **params) -> launch.
-        fits: (*shapes with dtype, **params) -> whether there is a kernel for them; formats and policies are looked at
-            apart.
+        fits: (*shapes with dtype, **params) -> whether a kernel supports them; formats and policies are checked
+            separately.
         smaller: For results of which some are unused, as JAX finds when it removes dead code: the operation that
             computes the used ones, the number of its operands, and the names of its parameters.
-        primitive: What programs hold where kernels are selected.
+        primitive: The primitive in programs, for which lowering selects a kernel.
     """
 
     name: str
@@ -82,7 +85,7 @@ class KernelOp:
         """Apply the operation; gradients are zero.
 
         Args:
-            *arrays: What the reference takes.
+            *arrays: Arguments of the reference.
             **params: Static ones: formats, policies, modes.
         """
         operands = [lax.stop_gradient(jnp.asarray(x)) for x in arrays]
@@ -96,19 +99,19 @@ class KernelOp:
         inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
         results = jax.eval_shape(lambda *x: self.reference(*x, **params), *inputs)
         # Results vary along the axes of shard_map that an operand varies along; `vary_alike` has made all operands
-        # alike. A constant may have no mesh in its type.
+        # equal. A constant may have no mesh in its type.
         most = max(avals, key=lambda aval: (len(varying_axes(aval)), not aval.sharding.mesh.empty))
         return [_typed_like(most, r.shape, r.dtype) for r in results]
 
     def _batch(
         self, operands: Sequence[jax.Array], dims: Sequence[Any], **params: Any
     ) -> tuple[Sequence[jax.Array], Sequence[int]]:
-        """Leave what is batched to XLA, as jnp code."""
+        """Batch the operation as jnp code, compiled by XLA."""
         results = jax.vmap(lambda *x: self.reference(*x, **params), in_axes=tuple(dims))(*operands)
         return results, [0] * len(results)
 
     def _without_unused(self, used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-        """Compute what is used alone: a kernel writes all of its results."""
+        """Compute only the used results; a kernel writes all of them."""
         if not any(used):
             return [False] * len(eqn.invars), None
         if (found := self.smaller.get(tuple(used))) is None:
@@ -120,7 +123,7 @@ class KernelOp:
         return [i < operands for i in range(len(eqn.invars))], new
 
     def _lower_cuda(self, ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
-        # The plan is asked for only where kernels can run: plans come with the kernels, hence with Triton.
+        # The plan is made only where kernels can run: plans come with the kernels, hence with Triton.
         if compat.is_local(ctx.module_context.axis_context) and selects_kernels():
             plan = self.plan(_plans(), *ctx.avals_in, **params)
             if plan.grid:
@@ -129,27 +132,32 @@ class KernelOp:
 
 
 def _typed_like(aval: Any, shape: tuple[int, ...], dtype: Any) -> ShapedArray:
-    """Return the type of an array of this shape and dtype on the mesh of `aval`, varying along the same axes.
+    """Return an array type on `aval`'s mesh, varying along its axes.
 
     Without an explicit mesh in its type, JAX would not know how to shard a matmul of a replicated array.
     """
-    # `update` keeps what it is not told, the axes among it; its name for them depends on the version of JAX.
+    # `update` keeps other fields, the axes among them; its name for them depends on the version of JAX.
     sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(*[None] * len(shape)))
     return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 @cache
 def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Sequence[jax.Array]]:
-    """Return what runs a primitive outside of jit; kept, so that it is compiled once."""
+    """Return a compiled function of a primitive outside of jit.
+
+    It is cached, so that it is compiled once.
+    """
     # Kept by primitive and parameters, which are formats, policies and other values with a hash.
     return jax.jit(lambda *x: primitive.bind(*x, **params))
 
 
 @contextmanager
 def lowering_for(capability: int) -> Iterator[None]:
-    """Lower for a GPU of this compute capability (90 for 9.0) instead of the one that is installed.
+    """Lower for a GPU of a given compute capability.
 
-    JAX keeps what it lowered before: call `jax.clear_caches()` to lower the same function for another one.
+    90 for 9.0; by default the installed GPU's.
+
+    JAX caches lowered functions: call `jax.clear_caches()` to lower the same function for another one.
     """
     token = _capability.set(capability)
     try:
@@ -159,9 +167,9 @@ def lowering_for(capability: int) -> Iterator[None]:
 
 
 def selects_kernels() -> bool:
-    """Return whether functions of `fp8_common.jax` trace operations that have kernels, or plain jnp code.
+    """Return whether tracing uses operations with kernels, or jnp code.
 
-    Read when a function is traced: what `jax.jit` has compiled stays as it is.
+    Read when a function is traced: functions compiled by `jax.jit` do not change.
 
     Raises:
         Fp8UnsupportedError: FP8_COMMON_BACKEND=triton, and something is missing.
@@ -176,7 +184,7 @@ def selects_kernels() -> bool:
 
 
 def _obstacle() -> str | None:
-    """Say what keeps kernels out of a CUDA lowering; None if nothing does."""
+    """Return the obstacle for kernels in CUDA lowering, else None."""
     if compat.PROBLEM is not None:
         return compat.PROBLEM
     if importlib.util.find_spec("triton") is None:
@@ -190,13 +198,19 @@ def _obstacle() -> str | None:
 
 
 def traced_capability() -> int | None:
-    """Return the compute capability of `lowering_for`, else of this machine's GPU; None without both."""
+    """Return `lowering_for`'s compute capability, else this machine's GPU's.
+
+    None without both.
+    """
     return _capability.get() or _gpu_capability()
 
 
 @cache
 def _gpu_capability() -> int | None:
-    """Return ten times the major plus the minor compute capability of the first GPU; None if there is none."""
+    """Return ten times the major plus minor capability, or None.
+
+    Of the first GPU.
+    """
     try:
         major, _, minor = jax.devices("cuda")[0].compute_capability.partition(".")
     except RuntimeError:
@@ -233,7 +247,7 @@ def _lower_plan(ctx: Any, plan: Any, operands: Sequence[Any]) -> Sequence[Any]:
     }
     # How many bytes are cleared before the launch, and the alignment that the kernel was compiled for.
     parameters = [gpu_triton.create_array_parameter(cleared.get(name, 0), 16) for name in plan.pointers]
-    # Arguments are told apart by their order: the pointers of the plan that are there, then its scalars.
+    # Arguments are identified by their order: the given pointers of the plan, then its scalars.
     parameters += [
         gpu_triton.create_scalar_parameter(plan.scalars[name], kind) for name, kind in plan.scalar_types.items()
     ]

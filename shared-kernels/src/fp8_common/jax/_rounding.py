@@ -1,4 +1,4 @@
-"""FP8 codes of numbers, rounded to nearest even or at random, and the numbers of codes.
+"""FP8 codes of numbers, rounded or random, and their values.
 
 The cast is written with integer operations and one float addition instead of XLA's own conversion: that one does not
 saturate (overflow becomes NaN in E4M3, infinity in E5M2), and on CPUs it is several times slower. On NVIDIA GPUs it is
@@ -28,11 +28,13 @@ from fp8_common.jax.numerics import (
 )
 
 QUIET_BIT = np.int32(1 << 22)
-"""What makes a quiet NaN of an infinity."""
+"""Turns an infinity into a quiet NaN."""
 
 
 def encode(x: ArrayLike, fmt: str | Format) -> jax.Array:
-    """Round every element to the nearest value of `fmt` (ties to even, saturating) and return its code.
+    """Round to the nearest value of `fmt`; return uint8 codes.
+
+    Ties to even, saturating.
 
     The gradient is zero.
 
@@ -50,7 +52,9 @@ def encode(x: ArrayLike, fmt: str | Format) -> jax.Array:
 
 
 def encode_stochastic(x: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -> jax.Array:
-    """Round every element up or down at random, up with the probability of its distance from below.
+    """Round up or down at random; return uint8 codes.
+
+    Up with the probability of the distance from below.
 
     The gradient is zero.
 
@@ -101,14 +105,16 @@ def check_random_bits(random_bits: ArrayLike, shape: tuple[int, ...]) -> jax.Arr
 def nan_where_infinite(x: jax.Array) -> jax.Array:
     """Return float32 `x` with NaN for infinity.
 
-    Casts do so before they multiply by a scale: a finite number whose product overflows saturates.
+    Casts do so before they multiply by a scale: a finite number that overflows there saturates.
     """
     is_infinite = lax.convert_element_type(lax.eq(float_key(x), np.int32(INF_KEY)), np.int32)
     return from_bits(lax.bitwise_or(to_bits(x), lax.mul(is_infinite, QUIET_BIT)))
 
 
 def round_to_codes(x: jax.Array, fmt: Format, invalid: jax.Array | None = None) -> jax.Array:
-    """Return the uint8 codes of float32 `x`, rounded to nearest even and saturated, infinity too.
+    """Return uint8 codes of float32 `x`, rounded to nearest even.
+
+    Saturated, infinity too.
 
     The NaN code stands where `invalid` is true, or where `x` is NaN if that is None; no other element may be NaN.
     Adding 2^(e+23-m) to a value of binade e leaves m mantissa bits, rounded by the hardware's own rule.
@@ -122,7 +128,9 @@ def round_to_codes(x: jax.Array, fmt: Format, invalid: jax.Array | None = None) 
 
 
 def round_to_native(x: jax.Array, fmt: Format, invalid: jax.Array) -> jax.Array:
-    """Return what `round_to_codes` returns, in the dtype of the format: by XLA's conversion on NVIDIA GPUs.
+    """Return `round_to_codes` in the format's dtype.
+
+    By XLA's conversion on NVIDIA GPUs.
 
     Args:
         x: float32, any shape.
@@ -144,12 +152,14 @@ def _converted(fmt: Format, x: jax.Array, invalid: jax.Array) -> jax.Array:
     sign = lax.bitwise_and(lax.shift_right_logical(to_bits(x), np.int32(24)), np.int32(0x80))
     nan = lax.convert_element_type(lax.bitwise_or(sign, np.int32(fmt.nan_code)), np.uint8)
     codes = lax.select(invalid, nan, lax.bitcast_convert_type(values, np.uint8))
-    # The partitioner gathers what is behind the barrier; without one it may gather wider values and cast them again.
+    # The partitioner gathers the values after the barrier; without one it may gather wider values and cast them again.
     return lax.optimization_barrier(as_native(codes, fmt))
 
 
 def round_to_codes_at_random(x: jax.Array, random_bits: jax.Array, fmt: Format) -> jax.Array:
-    """Return the uint8 codes of float32 `x`, rounded up where the random threshold is below the fraction.
+    """Return uint8 codes of float32 `x`, rounded at random.
+
+    Up if the random threshold is below the fraction.
 
     Every step is exact in float32: the grid is reached by a power of two, and the threshold has 24 bits.
     """
@@ -168,7 +178,10 @@ def round_to_codes_at_random(x: jax.Array, random_bits: jax.Array, fmt: Format) 
 
 # Primitives from here on, where `jnp` would trace a function for each operator: casts are traced for every shape.
 def _magnitude_and_binade(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
-    """Return the bits of min(|x|, max) and of its power of two, which is at least the smallest normal's."""
+    """Return the bits of min(|x|, max) and of its binade.
+
+    The binade is at least the smallest normal's.
+    """
     limit = np.float32(fmt.max).view(np.int32)
     magnitude = lax.min(lax.bitwise_and(bits, np.int32(KEY_MASK)), limit)
     smallest = np.int32((fmt.min_exponent + 127) << 23)
@@ -178,7 +191,10 @@ def _magnitude_and_binade(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.
 def _assemble(
     bits: jax.Array, base: jax.Array, steps: jax.Array, fmt: Format, invalid: jax.Array | None = None
 ) -> jax.Array:
-    """Put binade, rounded mantissa, sign and NaN together; a carry flows into the exponent."""
+    """Combine binade, mantissa, sign and NaN; carries flow upwards.
+
+    A carry of the mantissa increments the exponent.
+    """
     offset = np.int32((fmt.min_exponent + 127) << fmt.mantissa_bits)
     field = lax.shift_right_arithmetic(base, np.int32(23 - fmt.mantissa_bits))
     code = lax.sub(lax.add(field, steps), offset)
@@ -196,10 +212,10 @@ def _assemble(
 
 
 def decode_codes(codes: jax.Array, fmt: Format) -> jax.Array:
-    """Return the float32 values of uint8 codes; by integer operations, like the cast."""
+    """Return float32 values of uint8 codes, by integer operations."""
     code = lax.stop_gradient(codes).astype(jnp.int32)
     if fmt == E8M0:
-        # A code is the exponent field of its value, but for code 0, 2^-127, which is subnormal in float32.
+        # A code is the exponent field of its value, except code 0, 2^-127, which is subnormal in float32.
         bits = jnp.where(code == 0, jnp.int32(1 << 22), code << 23)
         return from_bits(jnp.where(code == fmt.nan_code, jnp.int32(NAN_KEY), bits))
     # Bit 7 moves to bit 31, the sign of the int32.

@@ -1,4 +1,7 @@
-"""Scales from amax, exact although XLA flushes subnormals: in float32, as E8M0 codes, and from an amax history."""
+"""Scales from amax, exact although XLA flushes subnormals.
+
+In float32, as E8M0 codes, and from an amax history.
+"""
 
 from functools import partial
 
@@ -40,7 +43,7 @@ def amax_to_scale(
         amax: float16, bfloat16 or float32, any shape: max |x| (its sign is ignored).
         fmt: The format the values go to; static under jit.
         policy: The rule; static under jit.
-        prev: float32, broadcastable to `amax`: the scale in use, kept where the policy says so; None is 1.0.
+        prev: float32, broadcastable to `amax`: the scale in use, kept depending on the policy; None is 1.0.
 
     Returns:
         float32 of the shape of `amax`.
@@ -87,8 +90,7 @@ def _amax_to_scale(amax: jax.Array, prev: jax.Array, *, fmt: Format, policy: Sca
         key = _rounded_key(key, fmt, stable_zero_key(fmt))
     if policy.formula == "e8m0":
         return e8m0_to_scale(amax_to_e8m0(from_bits(key), fmt, policy.mx_mode))
-    # The usual policies take a shorter way: what can be subnormal in it, amax and quotient, comes out at the limits
-    # anyhow.
+    # The usual policies take a shorter path: subnormal amax and quotients give the limits anyhow.
     if _stays_normal(policy):
         return _replace_unusable(_normal_scale(key, fmt, policy), key, policy, prev)
     quotient = divide(fmt.max * 2.0**-policy.margin, _at_least_eps(key, policy))
@@ -107,11 +109,13 @@ def _reciprocal(scale: jax.Array) -> jax.Array:
 
 
 def _subnormal_reciprocal_bits(key: jax.Array) -> jax.Array:
-    """Return the bits of RN32(1 / scale) for 2^126 < scale < inf: the integer nearest 2^149 / scale.
+    """Return bits of RN32(1 / scale) for 2^126 < scale < inf.
 
-    With scale = significand * 2^(field-150) that is 2^(299-field) / significand. The truncated float quotient
-    is off by less than one and a half; the remainder, computed modulo 2^32 (where the numerator is 0), tells
-    which way. No ties exist.
+    The integer nearest 2^149 / scale.
+
+    With scale = significand * 2^(field-150) that is 2^(299-field) / significand. The truncated float quotient is off by
+    less than one and a half; the remainder, computed modulo 2^32 (where the numerator is 0), gives the direction. No
+    ties exist.
     """
     significand = (key & jnp.int32(MANTISSA_MASK)) | jnp.int32(HIDDEN_BIT)
     # 2^(299-field) for the only two exponent fields above 2^126, 253 and 254.
@@ -123,19 +127,22 @@ def _subnormal_reciprocal_bits(key: jax.Array) -> jax.Array:
 
 
 def _stays_normal(policy: ScalePolicy) -> bool:
-    """Whether the limits of a policy keep every scale, and its reciprocal, among the normal float32."""
+    """Return whether a policy's scales and reciprocals are normal float32."""
     limited = policy.lower >= SCALE_MIN and policy.upper <= SCALE_MAX
     return limited and policy.formula == "divide" and not policy.eps
 
 
 def _normal_scale(key: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
-    """Return the limited quotient of amax given by its bits: a subnormal amax gives the upper limit, as 2^-126 does."""
+    """Return limited quotients from amax bits.
+
+    A subnormal amax gives the upper limit, as 2^-126 does.
+    """
     amax = from_bits(lax.max(key, np.int32(MIN_NORMAL_KEY)))
     return _limit(divide_nearest(fmt.max * 2.0**-policy.margin, amax), policy)
 
 
 def _at_least_eps(key: jax.Array, policy: ScalePolicy) -> jax.Array:
-    """Raise small amax to eps, on bits: NaN sorts above every eps and stays."""
+    """Raise small amax to eps, on bits; NaN stays."""
     eps = int(np.float32(policy.eps).view(np.int32))
     return from_bits(jnp.maximum(key, jnp.int32(eps)))
 
@@ -146,7 +153,10 @@ def _limit(scale: jax.Array, policy: ScalePolicy) -> jax.Array:
 
 
 def _replace_unusable(scale: jax.Array, key: jax.Array, policy: ScalePolicy, prev: jax.Array) -> jax.Array:
-    """Put the policy's answer where amax is zero, infinite or NaN; bits of `prev` pass unchanged."""
+    """Replace scales of zero, infinite and NaN amax.
+
+    Bits of `prev` pass unchanged.
+    """
 
     # Selected, never multiplied: a subnormal `prev` would come out as zero.
     def replaced(flags: jax.Array, by: str) -> jax.Array:
@@ -162,7 +172,7 @@ def _replace_unusable(scale: jax.Array, key: jax.Array, policy: ScalePolicy, pre
 
 
 def amax_to_e8m0(amax: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> jax.Array:
-    """Return the biased exponent of the block scale that goes back from FP8.
+    """Return E8M0 codes: the biased exponents of scales back from FP8.
 
     The gradient is zero.
 
@@ -189,7 +199,9 @@ def amax_to_e8m0(amax: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> 
 
 
 def e8m0_to_scale(codes: ArrayLike) -> jax.Array:
-    """Return the float32 multiplier into FP8, 2^(127-code); NaN for 255. Code 254 is subnormal.
+    """Return float32 scales into FP8, 2^(127-code).
+
+    NaN for 255. Code 254 is subnormal.
 
     Args:
         codes: uint8 or float8_e8m0fnu, any shape.
@@ -202,7 +214,9 @@ def e8m0_to_scale(codes: ArrayLike) -> jax.Array:
 
 
 def e8m0_to_scale_inv(codes: ArrayLike) -> jax.Array:
-    """Return the float32 multiplier back from FP8, 2^(code-127); NaN for 255. Code 0 is subnormal.
+    """Return float32 scales back from FP8, 2^(code-127).
+
+    NaN for 255. Code 0 is subnormal.
 
     Args:
         codes: uint8 or float8_e8m0fnu, any shape.
@@ -211,7 +225,7 @@ def e8m0_to_scale_inv(codes: ArrayLike) -> jax.Array:
 
 
 def _rounded_key(key: jax.Array, fmt: Format, zero: int = 0) -> jax.Array:
-    """Return keys rounded to the mantissa of `fmt`; see `rounded_key` in NumPy's definition."""
+    """Round keys to the mantissa of `fmt`; see NumPy's `rounded_key`."""
     dropped = 23 - fmt.mantissa_bits
     finite = jnp.minimum(key, INF_KEY - 1)
     up = ((1 << (dropped - 1)) - 1) + ((finite >> dropped) & 1)
@@ -221,7 +235,7 @@ def _rounded_key(key: jax.Array, fmt: Format, zero: int = 0) -> jax.Array:
 
 def _round_exponent(key: jax.Array, fmt: Format, mode: MxMode) -> jax.Array:
     if mode == "even":
-        # May overflow for a NaN only, which is decided on the key as it was.
+        # May overflow for a NaN only, which is decided on the unrounded key.
         key = key + jnp.int32(1 << (22 - fmt.mantissa_bits))
     if mode == "ceil":
         return (key >> 23) + ((key & MANTISSA_MASK) != 0).astype(jnp.int32)
@@ -229,16 +243,19 @@ def _round_exponent(key: jax.Array, fmt: Format, mode: MxMode) -> jax.Array:
 
 
 def _rceil(key: jax.Array, fmt: Format) -> jax.Array:
-    """Compare mantissas instead of dividing: amax <= fmt.max * 2^k when its mantissa is not the larger."""
+    """Return E8M0 exponents by comparing mantissas.
+
+    amax <= fmt.max * 2^k when its mantissa is not the larger.
+    """
     limit = int(np.float32(fmt.max).view(np.int32))
     above = ((key & MANTISSA_MASK) > (limit & MANTISSA_MASK)).astype(jnp.int32)
     return (key >> 23) - ((limit >> 23) - 127) + above
 
 
 def update_history(history: ArrayLike, amax: ArrayLike, algo: HistoryAlgo = "max") -> tuple[jax.Array, jax.Array]:
-    """Record one observation per tensor and return the amax that the next scale is made from.
+    """Record an observation per tensor; return the reduced amax.
 
-    An infinite or NaN amax is not recorded: the history of that tensor stays as it was. The gradient is zero.
+    An infinite or NaN amax is not recorded: the history of that tensor does not change. The gradient is zero.
 
     Args:
         history: float32 [L, ...], slot 0 is the newest.

@@ -1,4 +1,4 @@
-"""Casts to FP8 and back with scales of tensors: one definition each, and the kernels they run as.
+"""Casts with tensor scales, to FP8 and back: definitions, kernels.
 
 Data has the format's native dtype (`jnp.float8_e4m3fn`, ...). Everything here has zero gradients but `fake_quantize`.
 Formats, policies and dtypes are static under jit. `cast`, `cast_with_amax`, `cast_transpose` and `multiply_back`
@@ -52,7 +52,9 @@ FOLD_FROM_BYTES = 1 << 16
 
 
 def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> jax.Array:
-    """Return max |x| over `axis` as float32, exactly; subnormals count although XLA flushes them.
+    """Return max |x| over `axis` as exact float32.
+
+    Subnormals count although XLA flushes them.
 
     The gradient is zero. Across devices, combine amax by `jax.lax.pmax` of its bits.
 
@@ -75,12 +77,12 @@ def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool =
 
 
 def amax_of(x: jax.Array, rounded: bool) -> jax.Array:
-    """Return `amax(x)`, with `rounded` that of a float32 `x` rounded to bfloat16."""
+    """Return `amax(x)`, with `rounded` of float32 `x` rounded to bfloat16."""
     return from_bits(_AMAX_KEY(x, rounded=rounded)[0][0])
 
 
 def _read(x: jax.Array, rounded: bool) -> jax.Array:
-    # not two conversions, which XLA takes for nothing
+    # not two conversions, which XLA removes
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) if rounded else x
 
 
@@ -98,7 +100,10 @@ _AMAX_KEY = KernelOp(
 
 
 def amax_by_jnp(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> jax.Array:
-    """Return `amax` as jnp code: an integer maximum over float bits, as `fp8_common.amax` defines it."""
+    """Return `amax` as jnp code: an integer maximum over bits.
+
+    As `fp8_common.amax` defines it.
+    """
     return _amax(as_input(x), axis=tuple(axis) if isinstance(axis, Sequence) else axis, keepdims=keepdims)
 
 
@@ -120,16 +125,19 @@ def _amax(x: jax.Array, *, axis: int | tuple[int, ...] | None, keepdims: bool) -
 
 
 def _folds(x: jax.Array) -> bool:
-    """Whether an array is large enough to fold, and folds without a rest.
+    """Return whether an array is large enough to fold evenly.
 
-    One with symbolic dimensions is not; one whose type says how it is sharded cannot be reshaped so.
+    An array with symbolic dimensions is not; an array whose type is sharded cannot be reshaped so.
     """
     known = all(isinstance(n, int) for n in x.shape) and not any(jax.typeof(x).sharding.spec)
     return known and x.size * x.dtype.itemsize >= FOLD_FROM_BYTES and x.size % (FOLDS * x.shape[-1]) == 0
 
 
 def _folded(keys: jax.Array) -> jax.Array:
-    """Compare rows with rows, which XLA on CPUs does several times faster than elements of a row."""
+    """Reduce rows by rows, several times faster on CPUs.
+
+    XLA compares elements of a row slowly.
+    """
     # not where an array is sharded over devices, whose data it would move; behind a barrier, or XLA makes one of two
     rows = keys.reshape(-1, *[1] * (keys.ndim - 2), FOLDS, keys.shape[-1])
     return lax.optimization_barrier(jnp.max(rows, axis=-2))
@@ -157,7 +165,7 @@ def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Array:
 
 
 def cast(x: jax.Array, scale: jax.Array, fmt: Format, rounded: bool = False) -> jax.Array:
-    """Return what `quantize` returns for scales that canonical policies make, with a third of the operations.
+    """Return `quantize` for canonical scales with a third of the operations.
 
     Args:
         x: float16, bfloat16 or float32, any shape.
@@ -172,7 +180,10 @@ def cast(x: jax.Array, scale: jax.Array, fmt: Format, rounded: bool = False) -> 
 
 
 def cast_with_amax(x: jax.Array, scale: jax.Array, fmt: Format, rounded: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Return `cast` for a scale of one element, and the amax of what it casts; a kernel reads `x` once."""
+    """Return `cast` and amax for one scale.
+
+    A kernel reads `x` once.
+    """
     data, key = _CAST_WITH_AMAX(x, scale, fmt=fmt, rounded=rounded)
     return data, from_bits(key[0])
 
@@ -180,7 +191,9 @@ def cast_with_amax(x: jax.Array, scale: jax.Array, fmt: Format, rounded: bool = 
 def cast_transpose(
     x: jax.Array, scale: jax.Array, fmt: Format, split: int, rounded: bool = False
 ) -> tuple[jax.Array, ...]:
-    """Return `cast` for a scale of one element, and its transpose; a kernel reads `x` once.
+    """Return `cast` and its transpose for one scale.
+
+    A kernel reads `x` once.
 
     Args:
         x: float16, bfloat16 or float32, at least two dimensions.
@@ -195,7 +208,10 @@ def cast_transpose(
 def cast_transpose_with_amax(
     x: jax.Array, scale: jax.Array, fmt: Format, split: int, rounded: bool = False
 ) -> tuple[jax.Array, ...]:
-    """Return `cast_transpose`, and the amax of what it casts; a kernel reads `x` once."""
+    """Return `cast_transpose` and amax.
+
+    A kernel reads `x` once.
+    """
     *both, key = _CAST_TRANSPOSE_WITH_AMAX(x, scale, fmt=fmt, split=split, rounded=rounded)
     return *both, from_bits(key[0])
 
@@ -203,7 +219,7 @@ def cast_transpose_with_amax(
 # Jitted, so that an eager call is compiled as a whole; inlined where a caller is traced, which then shows no call.
 @partial(jax.jit, static_argnames="fmt", inline=True)
 def quantize_by_jnp(x: jax.Array, scale: jax.Array, *, fmt: Format) -> jax.Array:
-    """Return `quantize` of checked arguments, for whatever scales."""
+    """Return `quantize` of checked arguments, for any scales."""
     scaled = product_into(nan_where_infinite(x.astype(jnp.float32)), scale)
     return as_native(round_to_codes(scaled, fmt), fmt)
 
@@ -292,7 +308,9 @@ _CAST_TRANSPOSE_WITH_AMAX = KernelOp(
 
 
 def quantize_stochastic(x: ArrayLike, scale: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -> jax.Array:
-    """Like `quantize`, rounding up or down at random; `random_bits` is uint32 of the shape of `x`.
+    """Quantize with random rounding.
+
+    `random_bits` is uint32 of the shape of `x`.
 
     Raises:
         Fp8Error: Unsupported dtype, format or shape.
@@ -326,7 +344,9 @@ def dequantize(q: ArrayLike, scale: ArrayLike, fmt: str | Format, dtype: DTypeLi
 
 
 def multiply_back(codes: jax.Array, scale_inv: jax.Array, fmt: Format, dtype: DTypeLike) -> jax.Array:
-    """Return the values of uint8 `codes` times float32 `scale_inv` (same number of dimensions), in `dtype`.
+    """Return uint8 `codes` times float32 `scale_inv`, in `dtype`.
+
+    Both have the same number of dimensions.
 
     Raises:
         Fp8Error: `dtype` is not float32, float16 or bfloat16.

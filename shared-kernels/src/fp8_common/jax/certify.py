@@ -1,4 +1,4 @@
-"""What `fp8_common.testing.certify` asks a JAX function: traces of its outputs and gradients, and a replay."""
+"""JAX functions as subjects of `fp8_common.testing.certify`."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -34,16 +34,18 @@ def subject(
     casts: Mapping[str, Cast] | None = None,
     warmup: int = 0,
 ) -> Subject:
-    """Return a function as `fp8_common.testing.certify` sees it. No mesh is asked about.
+    """Return a function as a subject of certification.
+
+    Mesh properties are not tested.
 
     Args:
-        model: (function, variables). The function is called with variables and inputs; it returns its output, or a
-            pair of its output and what layers gave, by name in the order of computation.
+        model: (function, variables). The function is called with variables and inputs; it returns its output, or a pair
+            of its output and the layers' outputs, by name in the order of computation.
         inputs: [examples, tokens, ...].
-        value_and_grad: What differentiates by the variables, as `jax.value_and_grad` does.
+        value_and_grad: Differentiates by the variables, as `jax.value_and_grad` does.
         add: Combines the gradients of two micro-batches.
         update: Called with variables and gradients; returns the next variables.
-        compared: Returns the gradients that are compared; for variables that a step overwrites, those of others.
+        compared: Returns the gradients that are compared; for overwritten variables, the other ones.
         casts: Casts into FP8 by name.
         warmup: Steps before the questions, which fill the histories of delayed scaling.
     """
@@ -53,8 +55,8 @@ def subject(
     def loss(variables: Any, x: jax.Array, counted: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
         found = function(variables, x)
         output, layers = found if isinstance(found, tuple) else (found, {})
-        names[:] = [*layers, "output"]  # while tracing: what jit returns is sorted by name
-        # small whole numbers, not all alike: sums of them are exact where the model's are
+        names[:] = [*layers, "output"]  # while tracing: jit returns results sorted by name
+        # small whole numbers, not all equal: sums of them are exact if the model's are
         weights = (np.arange(output[0].size).reshape(output.shape[1:]) * 7 % 5 - 2).astype(np.float32)
         mask = counted.reshape(*counted.shape, *(1,) * (output.ndim - 2)).astype(jnp.float32)
         return (output.astype(jnp.float32) * weights * mask).sum(), {**layers, "output": output}

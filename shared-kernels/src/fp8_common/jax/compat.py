@@ -1,6 +1,6 @@
-"""The private APIs of JAX that are used. Nothing else here imports `jax._src`.
+"""Private APIs of JAX; no other module imports `jax._src`.
 
-Where something is missing, `PROBLEM` says what: importing still works, and no kernel is chosen.
+If a name is missing, `PROBLEM` names it: importing still works, and no kernel is chosen.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import partial_eval
 
 PROBLEM: str | None = None
-"""What this JAX lacks; None if everything was found."""
+"""The missing name of this JAX; None if everything was found."""
 
 if not (hasattr(ShapedArray, "mat") or hasattr(ShapedArray, "vma")):
     PROBLEM = f"types of jax {jax.__version__} do not tell along which axes of shard_map arrays vary"
@@ -26,7 +26,9 @@ def gpu_triton() -> Any:
 
 
 def is_local(context: Any) -> bool:
-    """Return whether a program is lowered for arrays that lie on one device: alone, or as shards of a `shard_map`.
+    """Return whether a program is lowered for one device.
+
+    Its arrays are on one device, or are shards of a `shard_map`.
 
     Args:
         context: The `module_context.axis_context` of a lowering rule.
@@ -39,7 +41,7 @@ def is_local(context: Any) -> bool:
 
 
 def on_unused_results(primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]) -> None:
-    """Register what removing dead code does with a primitive of which some results are unused.
+    """Register a primitive's rule for unused results.
 
     Args:
         primitive: It has no effects.

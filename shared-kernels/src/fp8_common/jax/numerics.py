@@ -1,12 +1,12 @@
-"""Arrays that the JAX functions accept, the bits of float32 values as integers, and exact arithmetic with them.
+"""Accepted arrays, float32 bits as integers, and exact arithmetic.
 
 Integers matter here more than elsewhere: XLA on CPUs treats subnormal operands of float operations as zero and replaces
-subnormal results by zero, so whatever must stay exact is compared, selected and assembled on bits. A subnormal is an
-integer times 2^-149: an operand becomes that integer with the power of two moved to the scale, and a result is
-assembled by integer rounding.
+subnormal results by zero, so exact numbers are compared, selected and assembled on bits. A subnormal is an integer
+times 2^-149: an operand becomes that integer with the power of two moved to the scale, and a result is assembled by
+integer rounding.
 
 XLA divides on GPUs by `div.full.f32`, which is up to two units off and returns zero for denominators above 2^126: the
-quotient of the significands is taken as an estimate and mended with its remainder, by integers.
+quotient of the significands is an estimate, corrected with its remainder by integers.
 """
 
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ HIDDEN_BIT = 0x00800000
 NAN_KEY = 0x7FC00000
 """Put where a NaN belongs as bits, so that `jax_debug_nans` stops at none that were not there."""
 ONE_BITS = 0x3F800000
-"""The bits of 1.0: with another mantissa, those of a number in [1, 2)."""
+"""The bits of 1.0: with another mantissa, the bits of a number in [1, 2)."""
 LIFT = 64
 """Subnormal operands are carried multiplied by 2^64, and results lowered again."""
 
@@ -43,7 +43,7 @@ LIFT = 64
 
 
 def as_input(x: ArrayLike, what: str = "x") -> jax.Array:
-    """Return `x` as an array of its own dtype.
+    """Return `x` as an array in its dtype.
 
     Args:
         x: Array (NumPy, JAX or traced) of float16, bfloat16 or float32.
@@ -59,7 +59,7 @@ def as_input(x: ArrayLike, what: str = "x") -> jax.Array:
 
 
 def as_float32(x: ArrayLike, what: str = "x") -> jax.Array:
-    """Return `x` as a float32 array, exactly; arguments and errors are those of `as_input`."""
+    """Return `x` as exact float32; arguments and errors as in `as_input`."""
     return as_input(x, what).astype(jnp.float32)
 
 
@@ -77,12 +77,14 @@ def to_uint8_codes(codes: ArrayLike, fmt: str | Format) -> jax.Array:
 
 
 def as_native(codes: jax.Array, fmt: Format) -> jax.Array:
-    """Return uint8 codes as an array of the format's own dtype, bit for bit."""
+    """Return uint8 codes in the format's dtype, bit for bit."""
     return lax.bitcast_convert_type(codes, fmt.numpy_dtype)
 
 
 def broadcast_scale(scale: ArrayLike, shape: tuple[int, ...], what: str = "scale") -> jax.Array:
-    """Return `scale` as float32 with as many dimensions as `shape`, each of length 1 or that of `shape`.
+    """Return `scale` as float32 with the dimensions of `shape`.
+
+    Each dimension has length 1 or `shape`'s.
 
     It is not broadcast further, so that work on scales stays as small as the scales.
 
@@ -107,25 +109,29 @@ def _dtype(x: ArrayLike) -> np.dtype:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Return the mesh axes along which an array or an abstract value may differ.
+    """Return the mesh axes along which a value may differ.
+
+    The value is an array or an abstract value.
 
     Empty outside of `shard_map(..., check_vma=True)`.
 
     Raises:
-        Fp8UnsupportedError: Inside of a `shard_map`, with a JAX whose types do not tell.
+        Fp8UnsupportedError: Inside of a `shard_map`, with a JAX whose types do not show it.
     """
     aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
     # Newer versions of JAX keep these axes in the attribute `mat` ("manual axis type"), older ones in `vma`.
     if (manual := getattr(aval, "mat", None)) is not None:
         return frozenset(manual.varying)
-    # No default: with one, a renamed attribute lost the axes, and an amax was that of one device.
+    # No default: with one, a renamed attribute lost the axes, and an amax was one device's.
     if (axes := getattr(aval, "vma", None)) is None and get_abstract_mesh().manual_axes:
         raise Fp8UnsupportedError(f"FP8 cannot run in shard_map: {PROBLEM}. Install a version of JAX that is tested.")
     return frozenset(axes or ())
 
 
 def vary_alike(operands: Tree, others: Any = ()) -> Tree:
-    """Return operands that all vary along every axis along which one of them, or of `others`, does.
+    """Make operands vary along the same mesh axes.
+
+    The axes along which an operand, or one of `others`, varies.
 
     Args:
         operands: Tree of arrays.
@@ -154,16 +160,19 @@ def from_bits(bits: jax.Array) -> jax.Array:
 
 
 def float_key(x: jax.Array) -> jax.Array:
-    """Return float32 bits with the sign cleared, as int32: an order-preserving key of |x|."""
+    """Return float32 bits without sign, an order-preserving int32 key."""
     return lax.bitwise_and(to_bits(x), np.int32(KEY_MASK))
 
 
 def flipped(bits: jax.Array) -> jax.Array:
-    """Return int32 with the order of negative ones turned round: of negative floats the greater has smaller bits."""
+    """Return int32 with the order of negative numbers reversed.
+
+    Of negative floats the greater has smaller bits.
+    """
     return lax.bitwise_xor(bits, lax.bitwise_and(lax.shift_right_arithmetic(bits, np.int32(31)), np.int32(KEY_MASK)))
 
 
-# ---------------------------------------------------------------- quotients and products
+# ---------------------------------------------------------------- quotients and multiplications
 
 
 def divide_nearest(numerator: float | jax.Array, denominator: jax.Array) -> jax.Array:
@@ -171,17 +180,17 @@ def divide_nearest(numerator: float | jax.Array, denominator: jax.Array) -> jax.
 
     Args:
         numerator: float32, not negative: a number, or an array of the denominator's shape.
-        denominator: float32, any shape, not negative; zero, infinity and NaN give what IEEE division gives. Subnormals
+        denominator: float32, any shape, not negative; zero, infinity and NaN give IEEE division's results. Subnormals
             count as zero.
     """
     return _quotient(jnp.broadcast_to(jnp.asarray(numerator, jnp.float32), denominator.shape), denominator)
 
 
-# A function of its own in the traced program, so that divisions of equal shapes are traced and lowered once.
+# A separate function in the traced program, so that divisions of equal shapes are traced and lowered once.
 @jax.jit
 def _quotient(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-    # Behind a barrier, and of equal shapes: XLA turns a division by a constant or a broadcast into a product with the
-    # reciprocal, which rounds twice. Both are, or loops would compute what depends on a constant numerator outside.
+    # Behind a barrier, and of equal shapes: XLA turns a division by a constant or a broadcast into a multiplication by
+    # the reciprocal, which rounds twice. Both are, or loops would hoist expressions of a constant numerator.
     return lax.platform_dependent(*lax.optimization_barrier((numerator, denominator)), cpu=lax.div, default=_mended)
 
 
@@ -201,7 +210,10 @@ def divide(numerator: float, denominator: jax.Array) -> jax.Array:
 
 
 def _lifted(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return float32 `x`, or 2^64 times it where it is subnormal or zero, and where it is; none of it subnormal."""
+    """Return `x` without subnormals: 2^64 times them, and the mask.
+
+    Zero counts as subnormal.
+    """
     key, sign = float_key(x), to_bits(x) & jnp.int32(SIGN_MASK)
     small = key < MIN_NORMAL_KEY
     # The bits of a subnormal, read as an integer, count its steps of 2^-149: below 2^23, the conversion is exact.
@@ -212,7 +224,10 @@ def _lifted(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 # Primitives from here on, where `jnp` would trace a function for each operator: every program that casts traces this.
 @jax.named_scope("divide_nearest")
 def _mended(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-    """Return the quotient of two float32 arrays of one shape, from the estimated one of their significands."""
+    """Return float32 quotients from the estimated significands' quotients.
+
+    Both arrays have one shape.
+    """
     above, below = float_key(numerator), float_key(denominator)
     significands = [from_bits(_with_mantissa(ONE_BITS, key)) for key in (above, below)]
     quotient = float_key(nearest_quotient(lax.div(*significands), *significands))
@@ -226,7 +241,9 @@ def _mended(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
 
 
 def nearest_quotient(estimate: jax.Array, numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-    """Return RN32(numerator / denominator) from an estimate that is at most two units in the last place off.
+    """Return RN32(numerator / denominator) from a near estimate.
+
+    The estimate is at most two units in the last place off.
 
     The remainder is computed modulo 2^32, which is enough: it is smaller than three denominators. No ties exist.
 
@@ -263,9 +280,11 @@ def _is_normal(key: jax.Array) -> jax.Array:
 
 
 def product_into(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return RN32(x * scale), right for every product of at least 2^-100 in magnitude, whatever its operands.
+    """Return RN32(x * scale), exact for results from 2^-100 on.
 
-    Smaller products may come out as zero of the right sign: they round to zero in every FP8 format. A
+    For any operands.
+
+    Smaller results may be zero with the right sign: they round to zero in every FP8 format. A
     subnormal x matters where scale > 2^100, a subnormal scale where x is huge.
 
     Args:

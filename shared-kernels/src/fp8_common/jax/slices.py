@@ -1,4 +1,4 @@
-"""Casts with a scale for each slice of an array: rows, columns, or both at once.
+"""Casts with scales of slices: rows, columns, or both.
 
 `cast_slices` and `cast_slices_both` are for plugins.
 """
@@ -40,7 +40,9 @@ def quantize_rowwise(x: ArrayLike, fmt: str | Format, axis: int = -1, policy: Sc
 
 
 def cast_slices(x: jax.Array, fmt: Format, axes: tuple[int, ...], policy: ScalePolicy) -> tuple[jax.Array, jax.Array]:
-    """Return float8 data of the shape of `x`, and float32 scales, one for each slice along `axes`, of length 1 there.
+    """Return float8 data and float32 scales of slices.
+
+    One scale for each slice along `axes`, of length 1 there.
 
     The same bits as `cast` with the scales of `amax_to_scale`; static arguments as there.
     """
@@ -62,7 +64,7 @@ def _plan_of_rows(plans: Any, x: Any, *, axis: int, fmt: Format, policy: ScalePo
 
 
 def as_matrix(x: Any) -> tuple[int, int]:
-    """Return rows and columns of an array whose last dimension is a row."""
+    """Return row and column counts of an array of rows."""
     return math.prod(x.shape[:-1]), x.shape[-1]
 
 
@@ -77,7 +79,9 @@ _ROWS = KernelOp(
 def cast_slices_both(
     x: jax.Array, fmt: Format, split: int, policy: ScalePolicy
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Return `cast_slices` along all dimensions from `split` on, and along those before, transposed; two reads of `x`.
+    """Return `cast_slices` over trailing and leading dimensions, leading transposed.
+
+    Divided at `split`; two reads of `x`.
 
     Args:
         x: float16, bfloat16 or float32, at least two dimensions.
@@ -97,7 +101,7 @@ def cast_slices_both(
 
 
 def _apart(scale: jax.Array, shape: tuple[int, ...], split: int) -> tuple[jax.Array, jax.Array]:
-    """Return scales of rows and of columns, each broadcastable to an array of this shape."""
+    """Return broadcastable scales of rows and of columns."""
     rows, columns = shape[:split], shape[split:]
     size = math.prod(rows)
     return scale[:size].reshape(*rows, *[1] * len(columns)), scale[size:].reshape(*[1] * split, *columns)

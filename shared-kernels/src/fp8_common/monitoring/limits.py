@@ -1,4 +1,4 @@
-"""`TensorStatistics`, `judge`: numbers of one FP8 tensor in one step, and whether they need attention.
+"""`TensorStatistics` of an FP8 tensor, and `judge` for their limits.
 
 The limits compare the error that clamping or flushing to zero adds with the error of rounding to E4M3 itself, for
 values of a normal distribution: "look" where it adds as much mean squared error as the rounding, "act" where it adds
@@ -24,7 +24,9 @@ OVER_RANGE = 1.7, 2.3
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TensorStatistics:
-    """Numbers of one FP8 tensor in one step; None where a framework does not know them.
+    """Statistics of one FP8 tensor in one step.
+
+    None if a framework does not know a number.
 
     Attributes:
         amax: Largest absolute value; NaN or infinity if there was one.
@@ -33,8 +35,8 @@ class TensorStatistics:
         underflowed: Share of non-zero values that became zero.
         nonfinite: Share of infinities and NaN.
         over_range: amax / largest magnitude that the scale represents.
-        notice: What else deserves a look; empty if nothing does.
-        fault: What is certainly wrong; empty if nothing is.
+        notice: Remark; empty if none.
+        fault: Definite error; empty if none.
     """
 
     amax: float | None = None

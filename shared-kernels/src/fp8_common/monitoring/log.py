@@ -1,4 +1,7 @@
-"""`RunLog`: writes one JSON line per logged step, and `read_log` reads them while the run writes."""
+"""`RunLog` writes JSON lines of logged steps; `read_log` reads them.
+
+Also while the run writes.
+"""
 
 import dataclasses
 import json
@@ -19,7 +22,7 @@ FILE = "fp8.jsonl"
 FORMAT = 1
 """Version of the lines."""
 KEYS = {"step", "time", "level", "line", "tensors"}
-"""What each line has."""
+"""Keys of each line."""
 TAIL = 8 * 2**20
 """Bytes at the end of a log that are read."""
 NAMED = 3
@@ -30,7 +33,7 @@ Scalars = Callable[[dict[str, float], int], Any]
 
 
 class RunLog:
-    """Appends statistics of FP8 tensors to a file, one JSON line per logged step.
+    """Appends FP8 statistics to a file, a JSON line per step.
 
     Each step also goes to `logging`, as one line of text: a warning if a layer needs attention, else at level INFO. A
     file that cannot be written and `scalars` that raises are warnings: they end no training and no single rank.
@@ -98,13 +101,19 @@ class RunLog:
 
 
 def log_file(path: str | os.PathLike[str]) -> Path:
-    """Return the log that a path names: itself if it is a file or ends with `.jsonl`, else `fp8.jsonl` in it."""
+    """Return the log file of a path.
+
+    The path if it is a file or ends with `.jsonl`, else `fp8.jsonl` in it.
+    """
     path = Path(path)
     return path if path.is_file() or (path.suffix == ".jsonl" and not path.is_dir()) else path / FILE
 
 
 def summary(step: int, judged: Mapping[str, tuple[Level, str]]) -> tuple[Level, str]:
-    """Return the level of a step and its line of text, from level and reason of each tensor."""
+    """Return a step's level and its line of text.
+
+    From level and reason of each tensor.
+    """
     counts = _count_layers(judged)
     worst: Level = max([level for level, _ in judged.values()], key=LEVELS.index, default="ok")
     total = sum(counts.values())
@@ -123,7 +132,10 @@ def summary(step: int, judged: Mapping[str, tuple[Level, str]]) -> tuple[Level, 
 
 
 def _count_layers(judged: Mapping[str, tuple[Level, str]]) -> dict[Level, int]:
-    """Return how many layers are at each level; a layer is at that of its worst tensor."""
+    """Return the number of layers at each level.
+
+    A layer has the level of its worst tensor.
+    """
     layers: dict[str, Level] = {}
     for name, (level, _) in judged.items():
         layer = name.rpartition("/")[0]
@@ -132,13 +144,18 @@ def _count_layers(judged: Mapping[str, tuple[Level, str]]) -> dict[Level, int]:
 
 
 def _numbers(tensor: TensorStatistics) -> dict[str, float | None]:
-    """Return what is known, in six significant digits; None for NaN and infinity, which JSON does not have."""
+    """Return known numbers in six significant digits.
+
+    None for NaN and infinity, which JSON does not have.
+    """
     known = {key: value for key, value in dataclasses.asdict(tensor).items() if isinstance(value, float | int)}
     return {key: float(f"{value:.6g}") if math.isfinite(value) else None for key, value in known.items()}
 
 
 def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the newest records of a log, oldest first, and how many lines could not be read.
+    """Return a log's newest records, and the unreadable lines' count.
+
+    Oldest first.
 
     A last line without its end is still being written, and is left out. A missing file has no records.
 

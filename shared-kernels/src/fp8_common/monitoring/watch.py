@@ -1,4 +1,7 @@
-"""`watch`: shows the log of a run in a terminal, with rich where it is installed."""
+"""`watch`: shows a run's log in a terminal.
+
+With rich, if installed.
+"""
 
 import contextlib
 import shutil
@@ -25,7 +28,9 @@ Row = tuple[str, ...]
 
 
 def watch(path: str, *, once: bool = False) -> int:
-    """Show the newest step of a log: once, or live until the user interrupts.
+    """Show a log's newest step, once or live.
+
+    Live until the user interrupts.
 
     Without a terminal, the line of each new step is printed.
 
@@ -68,7 +73,7 @@ def _title(file: str, records: Sequence[dict[str, Any]], unreadable: int) -> str
 
 
 def _rows(records: Sequence[dict[str, Any]]) -> list[Row]:
-    """Return a row of `COLUMNS` for each tensor of the newest step, the most urgent first."""
+    """Return a row of `COLUMNS` for each tensor, most urgent first."""
     rows = []
     for name, tensor in records[-1]["tensors"].items():
         layer, _, kind = name.rpartition("/")
@@ -92,7 +97,10 @@ def _coloured(level: str, line: str) -> str:
 
 @contextlib.contextmanager
 def _display() -> Iterator[Callable[[str, list[dict[str, Any]], int], None]]:
-    """Yield a function that shows what `read_log` returned of a file: by rich, on a terminal, or line by line."""
+    """Yield a function that shows records of a file.
+
+    With rich on a terminal, or line by line.
+    """
     shown = [-1.0]
 
     def print_new(file: str, records: list[dict[str, Any]], unreadable: int) -> None:
@@ -134,7 +142,7 @@ def _display() -> Iterator[Callable[[str, list[dict[str, Any]], int], None]]:
 
 
 def _fitting(records: list[dict[str, Any]]) -> tuple[list[Row], list[str]]:
-    """Return the rows that fit on the terminal, and a line about the others."""
+    """Return rows that fit on the terminal, and a summary."""
     rows = _rows(records) if records else []
     room = max(1, shutil.get_terminal_size().lines - 5)
     return rows[:room], [f"and {len(rows) - room} more"] if len(rows) > room else []

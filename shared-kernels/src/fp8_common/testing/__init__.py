@@ -1,4 +1,4 @@
-"""Test tools for FP8 code: exact comparison with useful failures, and the inputs that break casts."""
+"""Test tools for FP8: exact comparison, adversarial inputs, and certification."""
 
 from fp8_common.testing.certify import certify
 from fp8_common.testing.compare import assert_same_bits

@@ -1,7 +1,7 @@
-"""`certify`: what a model's numbers depend on, asked by perturbation and compared bit for bit.
+"""`certify`: finds a model's dependences by perturbation, bit for bit.
 
-Frameworks make a `Subject` of a model; everything here is NumPy. A trace is what one run computed, in its order: the
-outputs of layers by name, then gradients as "NAME gradient". An answer "no" has a counterexample that was made small.
+Frameworks make a `Subject` of a model; everything here is NumPy. A trace is the results of one run, in its order: the
+outputs of layers by name, then gradients as "NAME gradient". The result "no" has a counterexample that was made small.
 "yes" means that no perturbation that was tried showed a dependence.
 """
 
@@ -36,20 +36,20 @@ Property = Literal[
 PROPERTIES: tuple[Property, ...] = Property.__args__  # pyrefly: ignore[missing-attribute]
 Trace = Mapping[str, NDArray[Any]]
 Cast = Callable[[NDArray[Any]], Sequence[NDArray[Any]]]
-"""Values -> (the values that come back, and what else a cast gives: codes, scales)."""
+"""Values -> (the decoded values, and the other results of a cast: codes, scales)."""
 
 GRADIENT = " gradient"
 STRENGTHS = (1.0, 64.0, 2.0**14)
-"""How far values are moved: within the range of the others, out of it, and (not in float16) out of that of FP8."""
+"""Perturbation sizes: within the range of the others, out of it, and (not in float16) out of the FP8 range."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What was found for one property.
+    """Result for one property.
 
     Attributes:
         says: "yes", "no", or "not asked".
-        why: The counterexample, or why it was not asked; one sentence, empty for "yes".
+        why: The counterexample, or why it was not tested; one sentence, empty for "yes".
         layer: The first layer that differs, as the model names it; "NAME gradient" for a parameter's gradient.
         input: Index of the changed element of the inputs, where one was changed.
         output: Index of the first element of the layer's output, or of the gradient, that differs.
@@ -62,7 +62,7 @@ class Answer:
     output: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
-        """Return what a table shows."""
+        """Return the cell of a table."""
         shown = "-" if self.says == "not asked" else self.says
         return shown + " (gradient)" * (self.layer or "").endswith(GRADIENT)
 
@@ -77,11 +77,11 @@ class Subject:
     Attributes:
         inputs: [examples, tokens, ...], floats or whole numbers.
         start: Returns the model's first state.
-        step: Called with a state, inputs, a bool [examples, tokens] that says which outputs the loss counts, and a
-            number of micro-batches; returns the trace, and what makes the next state. It may change the state it got.
-        reload: Returns the state that is there after one was saved and loaded; the one it got stays.
+        step: Called with a state, inputs, a bool [examples, tokens] of outputs that count in the loss, and a number of
+            micro-batches; returns the trace, and a function for the next state. It may change the given state.
+        reload: Returns the state after saving and loading; the given one is kept.
         meshes: Returns by "N ranks, rank R" the trace of the first step, and of the forward after it, on meshes of
-            several sizes; the first is what the others are compared with.
+            several sizes; the first is the reference.
         casts: The casts into FP8, by name.
     """
 
@@ -98,14 +98,14 @@ class Subject:
 
 
 def certify(model: Any, inputs: Any, *, properties: Sequence[Property] = PROPERTIES, **options: Any) -> Certificate:
-    """Return what the numbers of a model depend on.
+    """Return the dependences of a model's numbers.
 
     Args:
         model: A torch module or a function of tensors; or for JAX a pair (function, variables).
         inputs: [examples, tokens, ...], a tensor or array: at least 2 examples of 2 tokens. The first output of the
             model is [examples, tokens, ...] too.
-        properties: What to ask; "causal", "batch-invariant", "padding-invariant", "mesh-invariant", "chunk-invariant",
-            "idempotent", "replayable".
+        properties: The tested properties; "causal", "batch-invariant", "padding-invariant", "mesh-invariant",
+            "chunk-invariant", "idempotent", "replayable".
         **options: Those of `fp8_common.torch.certify.subject` or `fp8_common.jax.certify.subject`.
 
     Raises:
@@ -116,7 +116,7 @@ def certify(model: Any, inputs: Any, *, properties: Sequence[Property] = PROPERT
 
 
 def ask(subject: Subject, properties: Sequence[Property] = PROPERTIES) -> Certificate:
-    """Return an answer for each of `properties`; see `certify`."""
+    """Return a result for each of `properties`; see `certify`."""
     check(properties)
     if subject.inputs.ndim < 2 or min(subject.inputs.shape[:2]) < 2:
         raise Fp8Error(f"inputs must be [examples, tokens, ...], at least 2 of each, got {subject.inputs.shape}.")
@@ -124,7 +124,7 @@ def ask(subject: Subject, properties: Sequence[Property] = PROPERTIES) -> Certif
 
 
 def check(properties: Sequence[str]) -> None:
-    """Refuse unknown properties.
+    """Raise for unknown properties.
 
     Raises:
         Fp8Error: Naming them.
@@ -134,13 +134,19 @@ def check(properties: Sequence[str]) -> None:
 
 
 def casts_of(recipe: Recipe) -> dict[str, Cast]:
-    """Return the casts of a recipe by operand; its delayed ones with the scale that the values themselves give."""
+    """Return a recipe's casts by operand.
+
+    Delayed ones use the scale of the values themselves.
+    """
     names = ("input", "weight", "grad_output")
     return {name: cast_of(getattr(recipe, name)) for name in names if getattr(recipe, name).enabled}
 
 
 def cast_of(recipe: CastRecipe) -> Cast:
-    """Return a cast of matrices [rows, columns] there and back, by NumPy's definition: (values, scales, codes)."""
+    """Return a cast there and back by NumPy's definition.
+
+    Matrices [rows, columns] become (values, scales, codes).
+    """
     block = {"mx": (1, 32), "blockwise_1x128": (1, 128), "blockwise_128x128": (128, 128)}.get(recipe.granularity)
 
     def cast(x: NDArray[Any]) -> Sequence[NDArray[Any]]:
@@ -164,11 +170,11 @@ RULES = {
     "TE MX": CastRecipe(granularity="mx", policy=mx("rceil")),
     "MX, stable scales": CastRecipe(granularity="mx", policy=mx("stable")),
 }
-"""Rules whose layers do not run here: rows that only idempotence is asked of."""
+"""Rules whose layers do not run here: rows with only the idempotence test."""
 
 
 def rows(properties: Sequence[Property] = PROPERTIES) -> Iterator[tuple[str, Callable[[], Certificate]]]:
-    """Yield the name of each row of the installed packages' table, and what makes its certificate."""
+    """Yield the rows of installed packages, each with a certificate function."""
     for report in discover(detect()):
         if report.info is not None and report.info.certify is not None:
             module, _, name = report.info.certify.partition(":")
@@ -181,7 +187,9 @@ def rows(properties: Sequence[Property] = PROPERTIES) -> Iterator[tuple[str, Cal
 
 
 def from_file(target: str, properties: Sequence[Property] = PROPERTIES) -> Certificate:
-    """Return the certificate of what "FILE.py:factory" names: a function that returns (model, inputs).
+    """Return the certificate of "FILE.py:factory".
+
+    The factory returns (model, inputs).
 
     For JAX it returns (function, variables, inputs).
 
@@ -205,7 +213,7 @@ def _factory(target: str) -> Callable[[], Any]:
         raise Fp8Error(f"Name a factory as FILE.py:function; there is no file {path or target!r}.")
     spec: Any = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
-    # under its name, so that what it defines can be pickled
+    # under its name, so that its definitions can be pickled
     sys.modules.setdefault(module.__name__, module)
     spec.loader.exec_module(module)
     if not callable(found := getattr(module, name, None)):
@@ -214,10 +222,10 @@ def _factory(target: str) -> Callable[[], Any]:
 
 
 def example() -> tuple[NDArray[np.float32], dict[str, NDArray[np.float32]]]:
-    """Return inputs [4, 4, 16] and the weights [16, 16] of two layers, for the rows of the table.
+    """Return inputs [4, 4, 16] and two weights [16, 16].
 
     Whole numbers, of the last examples far larger ones, and weights with one power of two in each row and column: FP8
-    has not their range, float32 adds all products exactly.
+    product has not their range, float32 adds all products exactly.
     """
     drawn = np.random.default_rng(1)
     x = drawn.integers(-3, 4, (4, 4, 16)).astype(np.float32)
@@ -229,12 +237,14 @@ def example() -> tuple[NDArray[np.float32], dict[str, NDArray[np.float32]]]:
 def difference(
     one: Trace, other: Trace, kept: NDArray[np.bool_] | None = None, gradients: bool = True
 ) -> Answer | None:
-    """Return where two traces first differ, as the answer "no"; None if nowhere. NaN equals NaN.
+    """Return the first difference of traces as "no", or None.
+
+    NaN equals NaN.
 
     Args:
         one: A trace.
         other: One with the same layers.
-        kept: bool [examples, tokens]: outputs elsewhere, and those that are not by tokens, may differ.
+        kept: bool [examples, tokens]: outputs elsewhere, and outputs without a token axis, may differ.
         gradients: Whether gradients are compared.
     """
     for layer, a in one.items():
@@ -267,7 +277,10 @@ def table(rows: Mapping[str, Certificate], properties: Sequence[Property] = PROP
 
 
 def engines(rows: Mapping[str, Certificate]) -> Iterator[str]:
-    """Yield which rows can give the outputs of an engine, which has other batches and later tokens: two sentences."""
+    """Yield two sentences on rows that match engines.
+
+    An engine has other batches and later tokens.
+    """
     both = [(name, [str(found[each]) for each in ("causal", "batch-invariant")]) for name, found in rows.items()
             if {"causal", "batch-invariant"} <= found.keys()]  # fmt: skip
     able = [name for name, found in both if {"no", "-"}.isdisjoint(found)]
@@ -279,7 +292,7 @@ def engines(rows: Mapping[str, Certificate]) -> Iterator[str]:
 
 
 def explanations(rows: Mapping[str, Certificate]) -> Iterator[str]:
-    """Yield a sentence for each answer that is not yes."""
+    """Yield a sentence for each result that is not yes."""
     for name, found in rows.items():
         yield from (f"{name}, {each}: {answer.says}: {answer.why}." for each, answer in found.items() if answer.why)
 
@@ -292,7 +305,10 @@ def _changed(x: NDArray[Any], strength: float) -> NDArray[Any]:
 
 
 def _depends(subject: Subject, free: NDArray[np.bool_], kept: NDArray[np.bool_], gradients: bool) -> Answer | None:
-    """Return the smallest change found of `free` tokens that changes what is computed of `kept` ones; None if none."""
+    """Return the smallest effective change of `free` tokens, or None.
+
+    It changes results of `kept` tokens.
+    """
     x = subject.inputs
     base = subject.run(x, kept, 1)
 

@@ -1,4 +1,4 @@
-"""`assert_same_bits`: comparison of two results bit for bit, any NaN being equal to any NaN.
+"""`assert_same_bits`: bit-for-bit comparison in which NaN equals NaN.
 
 Libraries disagree on the code of a NaN, so NaN is compared as a class and the rest bytewise: -0 is not 0, and a
 distance counts representable values (ULP), -0 and 0 being neighbours. Tensors become arrays of the same bits without an
@@ -37,19 +37,21 @@ def assert_same_bits(
     max_ulp: int = 0,
     name: str = "got",
 ) -> None:
-    """Raise unless `got` equals `want` bit for bit; NaN equals NaN whatever its bits.
+    """Raise unless `got` equals `want` bit for bit.
+
+    NaN equals NaN, with any bits.
 
     Args:
         got: The result: an array or tensor of a float8 dtype, of another float, integer or boolean dtype, or
             uint8 codes.
-        want: What it should be; same shape and dtype.
+        want: Expected result; same shape and dtype.
         fmt: The format of FP8 codes. With it, uint8 codes and the format's own dtype may be mixed; without
             it, uint8 is compared as integers.
-        source: The inputs that were cast, of the same shape; shown beside the offenders.
+        source: The inputs of the cast, of the same shape; shown next to the differences.
         seed: Whatever reproduces the inputs; shown at the end.
         max_ulp: Distance that is still accepted, in representable values. Zero, unless orders of accumulation
             differ.
-        name: What was computed; the first word of the failure.
+        name: Name of the result; the first word of the failure.
 
     Raises:
         AssertionError: Shapes, dtypes or values differ. The message holds the count, a histogram of
@@ -76,17 +78,18 @@ def assert_same_bits(
 def as_numpy(x: Any) -> NDArray[Any]:
     """Return `x` as a NumPy array of the dtype it has.
 
-    Takes whatever `numpy.asarray` takes, and torch tensors of any device that may require gradients or have a
+    Accepts anything that `numpy.asarray` accepts, and torch tensors of any device that may require gradients or have a
     dtype NumPy does not know (float8, bfloat16): these become the ml_dtypes dtype of the same bits.
     """
     if not hasattr(x, "detach"):
         return np.asarray(x)
     tensor = x.detach().cpu()
-    # The library is found through the dtype's name ("torch.float8_e4m3fn"): whoever made the tensor has imported it.
+    # The library is found through the dtype's name ("torch.float8_e4m3fn"): the code that made the tensor has imported
+    # it.
     library, _, name = str(tensor.dtype).rpartition(".")
     if name not in _SAME_BITS:
         return tensor.numpy()
-    # NumPy cannot take these dtypes from the tensor, so the bits travel as unsigned integers.
+    # NumPy cannot take these dtypes from the tensor, so the bits are passed as unsigned integers.
     carrier, dtype = _SAME_BITS[name]
     return tensor.contiguous().view(getattr(sys.modules[library], carrier)).numpy().view(dtype)
 
@@ -94,7 +97,10 @@ def as_numpy(x: Any) -> NDArray[Any]:
 def _comparable(
     got: NDArray[Any], want: NDArray[Any], fmt: str | Format | None, name: str
 ) -> tuple[NDArray[Any], NDArray[Any], Format | None]:
-    """Return both sides in one dtype (uint8 for FP8) and the format, or say what does not fit."""
+    """Return both sides in one dtype and the format, or raise.
+
+    uint8 for FP8.
+    """
     if got.shape != want.shape:
         raise AssertionError(f"{name}: shape {got.shape}, but {want.shape} was wanted")
     found = get_format(fmt) if fmt is not None else _format_of(want.dtype)
@@ -115,9 +121,9 @@ def _format_of(dtype: np.dtype[Any]) -> Format | None:
 
 
 def _distance(got: NDArray[Any], want: NDArray[Any], fmt: Format | None) -> NDArray[np.uint64]:
-    """How many values apart both sides are, uint64; the largest number where one alone is NaN."""
+    """Return distances in values, uint64, the maximum at one-sided NaN."""
     a, b = _ordinal(got, fmt), _ordinal(want, fmt)
-    # Unsigned subtraction wraps, so the difference is right even where that of the int64 overflows.
+    # Unsigned subtraction wraps, so the difference is right even where int64's overflows.
     distance = np.where(a > b, a.view(np.uint64) - b.view(np.uint64), b.view(np.uint64) - a.view(np.uint64))
     got_nan, want_nan = _is_nan(got, fmt), _is_nan(want, fmt)
     distance = np.where(got_nan & want_nan, np.uint64(0), distance)
@@ -125,11 +131,14 @@ def _distance(got: NDArray[Any], want: NDArray[Any], fmt: Format | None) -> NDAr
 
 
 def _ordinal(x: NDArray[Any], fmt: Format | None) -> NDArray[np.int64]:
-    """Number the representable values in order: ... -1 is -0, 0 is 0, 1 is the smallest positive value ..."""
+    """Number the representable values in order.
+
+    ... -1 is -0, 0 is 0, 1 is the smallest positive value ...
+    """
     if fmt is None and x.dtype not in _FLOATS:
         return np.asarray(x.astype(np.int64))
     bits = x.view(f"i{x.dtype.itemsize}").astype(np.int64)
-    # E8M0: its codes are in order as they are.
+    # E8M0: its codes are in order already.
     if fmt is not None and not fmt.signed:
         return np.asarray(bits & 0xFF)
     # Floats are sign and magnitude; ~magnitude counts down from -1, so that -0 and 0 are neighbours.
@@ -144,7 +153,10 @@ def _is_nan(x: NDArray[Any], fmt: Format | None) -> NDArray[np.bool_]:
 
 
 def _histogram(distance: NDArray[np.uint64]) -> str:
-    """Count distances in ranges that double: "1: 12, 2: 3, 3-4: 1, NaN: 2"."""
+    """Count distances in doubling ranges.
+
+    "1: 12, 2: 3, 3-4: 1, NaN: 2".
+    """
     nan = distance == _NAN_DISTANCE
     steps = [int(step) for step in distance[~nan]]
     bins: dict[int, int] = {}
@@ -173,7 +185,7 @@ def _table(
     source: NDArray[Any] | None,
     fmt: Format | None,
 ) -> Iterable[str]:
-    """Return a header and one line for each of the first differing values."""
+    """Return a header and lines for the first differing values."""
     rows = [("index", "source", "got", "wanted", "ULP")]
     for where in np.argwhere(bad)[:SHOWN]:
         index = tuple(int(i) for i in where)

@@ -1,4 +1,4 @@
-"""Adversarial inputs for casts and scale rules: the values on which implementations differ.
+"""Adversarial inputs for casts and scales: values on which implementations differ.
 
 Eight bits are few, so everything can be covered: every code, every midpoint between two codes and the float32
 values next to it, and every special value of the source type.
@@ -47,7 +47,7 @@ def all_float16() -> NDArray[np.float16]:
 
 
 def midpoints(fmt: str | Format) -> NDArray[np.float32]:
-    """Return every midpoint between neighbouring values, and the float32 values just below and above.
+    """Return midpoints of neighboring values, and float32 around them.
 
     The midpoint between the largest value and the next one that the format would have is included: there,
     casts that do not saturate overflow.
@@ -69,7 +69,7 @@ def midpoints(fmt: str | Format) -> NDArray[np.float32]:
 
 
 def special_values(dtype: DTypeLike = np.float32) -> NDArray[np.generic]:
-    """Return the values of a float type that casts treat specially, with both signs.
+    """Return special values of a float type, with both signs.
 
     Zeros, the smallest and largest subnormals, the smallest normal, one and its neighbours, the largest
     value, infinities, and quiet and signalling NaNs with several payloads.
@@ -119,7 +119,7 @@ def adversarial(fmt: str | Format, dtype: DTypeLike = np.float32, scale: float =
     if not 0 < scale < np.inf:
         raise Fp8Error(f"scale must be positive and finite, got {scale!r}.")
     values = _positive_values(fmt)
-    # The last sum is that of the largest value and the one beyond it, 2 * v[-1] - v[-2].
+    # The last sum is the largest value's and the one beyond it, 2 * v[-1] - v[-2].
     middle = np.append(values[1:] + values[:-1], 3 * values[-1] - values[-2]) / 2
     extreme = fmt.max * np.array([1.001, 1.5, 2, 4, 2.0**20])
     tiny = fmt.smallest_subnormal * np.array([0.25, 0.499, 0.501, 0.75])
@@ -151,7 +151,7 @@ def adversarial_amax() -> NDArray[np.float32]:
 
 
 def with_neighbours(x: NDArray[Any], reach: int) -> NDArray[Any]:
-    """Return non-negative floats, each with its `reach` neighbours on either side, none below zero."""
+    """Return non-negative floats with `reach` neighbors on either side."""
     bits = x.view(f"i{x.dtype.itemsize}").astype(np.int64)
     around = bits[:, None] + np.arange(-reach, reach + 1)
     return np.maximum(around, 0).astype(f"i{x.dtype.itemsize}").view(x.dtype).reshape(-1)

@@ -49,7 +49,7 @@ __all__ = [
 
 
 def encode(x: torch.Tensor, fmt: str | Format) -> torch.Tensor:
-    """Round every element to `fmt` (nearest even, saturating) and return uint8 codes of the shape of `x`.
+    """Round to nearest even, saturating; return uint8 codes like `x`.
 
     Raises:
         Fp8Error: `x` is not float16, bfloat16 or float32, or `fmt` is no data format.
@@ -59,7 +59,7 @@ def encode(x: torch.Tensor, fmt: str | Format) -> torch.Tensor:
 
 
 def encode_stochastic(x: torch.Tensor, fmt: str | Format, random_bits: torch.Tensor) -> torch.Tensor:
-    """Round every element up or down at random; see `fp8_common.encode_stochastic` for the rule.
+    """Round up or down at random; see `fp8_common.encode_stochastic`.
 
     Args:
         x: float16, bfloat16 or float32, any shape.
@@ -77,7 +77,9 @@ def encode_stochastic(x: torch.Tensor, fmt: str | Format, random_bits: torch.Ten
 
 
 def decode(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
-    """Return the float32 value of every code (uint8 or the format's own dtype), of the shape of `codes`; exact.
+    """Return the exact float32 values of codes.
+
+    uint8 or the format's own dtype.
 
     Raises:
         Fp8Error: `codes` has another dtype.
@@ -88,7 +90,9 @@ def decode(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
 
 
 def amax(x: torch.Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> torch.Tensor:
-    """Return max |x| over `axis` (None: all) as float32: 0 if empty, NaN if any element is NaN.
+    """Return max |x| over `axis` (None: all) as float32.
+
+    0 if empty, NaN if any element is NaN.
 
     With `keepdims`, reduced dimensions have length 1.
 
@@ -105,7 +109,7 @@ def amax(x: torch.Tensor, axis: int | Sequence[int] | None = None, keepdims: boo
 def amax_to_scale(
     amax: torch.Tensor, fmt: str | Format, policy: ScalePolicy = CANONICAL, prev: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the scale that multiplies values into `fmt`; see `fp8_common.amax_to_scale` for the rule.
+    """Return scales into `fmt`; see `fp8_common.amax_to_scale`.
 
     Args:
         amax: float32 of any shape, max |x| (its sign is ignored).
@@ -173,7 +177,7 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> torch.T
 def quantize_stochastic(
     x: torch.Tensor, scale: torch.Tensor, fmt: str | Format, random_bits: torch.Tensor
 ) -> torch.Tensor:
-    """Like `quantize`, rounding up or down at random; see `fp8_common.encode_stochastic` for the rule.
+    """Quantize with random rounding; see `fp8_common.encode_stochastic`.
 
     Args:
         x: float16, bfloat16 or float32, any shape.
@@ -193,7 +197,7 @@ def quantize_stochastic(
 def dequantize(
     q: torch.Tensor, scale: torch.Tensor, fmt: str | Format, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Return q * RN32(1 / scale), computed in float32 and rounded to `dtype`.
+    """Return q * RN32(1 / scale), in float32 rounded to `dtype`.
 
     Args:
         q: float8 or uint8 codes, any shape.
@@ -211,7 +215,9 @@ def dequantize(
 
 
 def fake_quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> torch.Tensor:
-    """Quantize and go back in the dtype of `x`; the gradient passes straight through to `x`, none goes to `scale`.
+    """Quantize and dequantize in the dtype of `x`, straight-through.
+
+    `x` gets the gradient unchanged, `scale` none.
 
     Args:
         x: float16, bfloat16 or float32, any shape.
@@ -267,7 +273,9 @@ def quantize_rowwise(
 def quantize_blockwise(
     x: torch.Tensor, fmt: str | Format, block: Block = (1, 128), policy: ScalePolicy = CANONICAL
 ) -> Quantized[torch.Tensor]:
-    """Quantize with one scale for each (rows, columns) block of the last two dimensions.
+    """Quantize with a scale for each (rows, columns) block.
+
+    Blocks divide the last two dimensions.
 
     Args:
         x: float16, bfloat16 or float32 [..., M, N]; blocks at the edges may be partial.
@@ -311,7 +319,7 @@ def dequantize_blockwise(
 
 
 def amax_to_e8m0(amax: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> torch.Tensor:
-    """Return uint8 E8M0 codes of the shape of float32 `amax`; see `fp8_common.amax_to_e8m0` for the modes.
+    """Return uint8 E8M0 codes of `amax`; see `fp8_common.amax_to_e8m0`.
 
     Raises:
         Fp8Error: Unknown `mode`, `fmt` is no data format, or `amax` is not float16, bfloat16 or float32.
@@ -321,7 +329,7 @@ def amax_to_e8m0(amax: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") 
 
 
 def e8m0_to_scale(codes: torch.Tensor) -> torch.Tensor:
-    """Return the float32 multiplier into FP8 of E8M0 codes, 2^(127-code), in their shape; NaN for 255.
+    """Return float32 scales into FP8, 2^(127-code); NaN for 255.
 
     Raises:
         Fp8Error: `codes` is neither uint8 nor float8_e8m0fnu.
@@ -330,7 +338,7 @@ def e8m0_to_scale(codes: torch.Tensor) -> torch.Tensor:
 
 
 def e8m0_to_scale_inv(codes: torch.Tensor) -> torch.Tensor:
-    """Return the float32 multiplier back from FP8 of E8M0 codes, 2^(code-127), in their shape; NaN for 255.
+    """Return float32 scales back from FP8, 2^(code-127); NaN for 255.
 
     Raises:
         Fp8Error: `codes` is neither uint8 nor float8_e8m0fnu.
@@ -339,7 +347,9 @@ def e8m0_to_scale_inv(codes: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_mx(x: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> Quantized[torch.Tensor]:
-    """Quantize to OCP MX: one E8M0 scale for 32 consecutive values of the last dimension.
+    """Quantize to OCP MX.
+
+    One E8M0 scale for 32 consecutive values of the last dimension.
 
     Args:
         x: float16, bfloat16 or float32 [..., N]; the last block may be partial.
@@ -384,7 +394,7 @@ def update_history(
 
     Args:
         history: float32 [L, ...]; slot 0 is the newest.
-        amax: float32 [...], this step's amax; what is infinite or NaN is not recorded.
+        amax: float32 [...], this step's amax; infinite and NaN ones are not recorded.
         algo: "max" over the history, or "most_recent" (slot 0).
 
     Returns:
@@ -398,7 +408,7 @@ def update_history(
 
 
 def _input(x: torch.Tensor, what: str = "x") -> torch.Tensor:
-    """Check the dtype and leave the autograd graph: a step function has no useful derivative."""
+    """Check the dtype, and detach: step functions have no derivative."""
     return numerics.check_input_dtype(x, what).detach()
 
 

@@ -1,4 +1,6 @@
-"""`operator`: one operation with a reference, a kernel, and a name that a compiler sees, `torch.ops.fp8_common.*`.
+"""`operator`: an operation with a reference, a kernel, and an operator name.
+
+Compilers see it as `torch.ops.fp8_common.*`.
 
 Eager mode runs the kernel where it takes the tensors, and the reference elsewhere. A compiler traces the reference
 where it fuses it, and sees one operator elsewhere, which ends in the code of eager mode: compiled and eager results are
@@ -34,18 +36,20 @@ def operator(
     launches: bool | None = None,
     mutates: Iterable[str] = (),
 ) -> Callable[[_Function], _Function]:
-    """Return a decorator of the reference: a function of tensors, the first of which decides where it runs.
+    """Return a decorator for a reference.
+
+    A function of tensors; the first one selects the implementation.
 
     A direct call in eager mode saves the operator's overhead, which is several times the work on small tensors.
 
     Args:
-        fake: The same function without data: what it returns has the shapes, dtypes and strides of the result. The
+        fake: The same function without data: its results have the shapes, dtypes and strides of the real ones. The
             reference on fake tensors would set guards on sizes that are symbols.
-        kernel: The same function by kernels, for what `takes` accepts; None where the function decides itself.
+        kernel: The same function with kernels, for tensors that `takes` accepts; None if the function selects itself.
         fits: Whether there is a kernel for these arguments; None is always.
         traced: Whether compilers of GPUs trace the reference, and fuse it.
-        launches: Whether compilers of GPUs launch the kernels: they must read nothing on the host. By default those of
-            `kernel`, where the reference is not traced.
+        launches: Whether compilers of GPUs launch the kernels: they must read nothing on the host. By default the
+            kernels of `kernel`, if the reference is not traced.
         mutates: The names of arguments that are written to.
     """
 
@@ -86,7 +90,7 @@ def operator(
 
 
 _IN_SCHEMAS = {Format: str, ScalePolicy: str, Block: list[int] | None}
-"""What stands for types that schemas do not know."""
+"""Strings that represent types unknown to schemas."""
 
 
 def _encoded(value: Any) -> Any:
@@ -106,7 +110,10 @@ def _decoded(value: Any, parameter: inspect.Parameter) -> Any:
 
 @constant_of_record
 def policy_key(policy: ScalePolicy) -> str:
-    """Return the string that stands for `policy` in operator arguments; `policy_of_key` reads it back."""
+    """Return a string for `policy` in operator arguments.
+
+    `policy_of_key` reads it back.
+    """
     # Where a compiler traces this, numbers may be symbols, which are no part of a string: `int` and `float` make them
     # constants, with guards.
     numbers = int(policy.margin), float(policy.eps), float(policy.upper), float(policy.lower), int(policy.history)

@@ -1,9 +1,9 @@
-"""How a cast runs: by a Triton kernel, traced so that a compiler fuses it, or as torch's own operations.
+"""Run casts by Triton kernels, traced operations, or torch's own.
 
-`takes` says which tensors go to the kernels; `FP8_COMMON_BACKEND` chooses: "auto" takes them for CUDA tensors on
-compute capability 8.9 and newer, "triton" refuses where it cannot, "reference" never does. `fuses` says what a compiler
-sees: operations that it fuses with their neighbours, or else one operator, which ends in the code of eager mode. Of
-operators that only launch kernels, compilers see the launches (`shown`). The bits are the same each way.
+`takes` selects the tensors for the kernels; `FP8_COMMON_BACKEND` controls it: "auto" selects CUDA tensors on compute
+capability 8.9 and newer, "triton" raises if a kernel cannot run, "reference" selects none. `fuses` decides whether a
+compiler sees operations to fuse with their neighbors, or one operator that runs the code of eager mode. For operators
+that only launch kernels, compilers see the launches (`shown`). The bits are the same in each case.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from fp8_common.torch.compat import FakeTensor, assume_constant_result, current_
 
 
 class _Shown(threading.local):
-    """What `shown` traces on this thread: None, or the number of launches so far."""
+    """Launches traced by `shown` on this thread: None, or their number so far."""
 
     launches: int | None = None
 
@@ -37,11 +37,11 @@ _now = _Shown()
 
 
 class _NotShownError(Exception):
-    """Raised where operations of torch would do what kernels do not."""
+    """Raised where torch's operations would replace kernels."""
 
 
 def shown(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, which launches kernels, for compilers to trace: they launch these kernels themselves.
+    """Trace `function`'s launches, so that compilers launch these kernels directly.
 
     It returns NotImplemented if it launches none, if operations of torch would have to do a part, and for sizes that
     are symbols, on which plans cannot depend.
@@ -65,7 +65,10 @@ def shown(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sources() -> str:
-    """Return what compiled launches depend on besides shapes: the code of this package, and the backend."""
+    """Return the dependences of compiled launches besides shapes.
+
+    The code of this package, and the backend.
+    """
     return f"{_hash()} {backend()}"
 
 
@@ -76,7 +79,9 @@ def _hash() -> str:
 
 
 def takes(x: torch.Tensor, fmt: Format | None = None, policy: ScalePolicy | None = None) -> bool:
-    """Return whether `x` goes to the kernels; never under a compiler that does not see them, and never without data.
+    """Return whether `x` goes to the kernels.
+
+    Not without data, and not under a compiler that does not see them.
 
     Raises:
         Fp8UnsupportedError: FP8_COMMON_BACKEND=triton, and they cannot run on the device of `x`.
@@ -84,7 +89,7 @@ def takes(x: torch.Tensor, fmt: Format | None = None, policy: ScalePolicy | None
     if torch.compiler.is_compiling():
         return False
     # The environment is read at every call, so that tests and users can change it; the device is looked up once. Layers
-    # keep the answer for a shape (`linear.plan`).
+    # keep the result for a shape (`linear.plan`).
     choice, shown = backend(), _now.launches is not None
     taken = choice != "reference" and (shown or not isinstance(x, FakeTensor))
     obstacle = _obstacle(x.device) if taken else None
@@ -99,18 +104,20 @@ def takes(x: torch.Tensor, fmt: Format | None = None, policy: ScalePolicy | None
 
 
 def fuses(x: torch.Tensor) -> bool:
-    """Return whether a compiler traces now, and casts of `x` are operations that it fuses."""
+    """Return whether a compiler traces now and fuses casts of `x`."""
     return torch.compiler.is_compiling() and rounds_once(x.device.type, x.device.index)
 
 
 def launches(x: torch.Tensor, fmt: Format | None = None, policy: ScalePolicy | None = None) -> bool:
-    """Return whether kernels cast `x`: now, or those that compiled code will launch."""
+    """Return whether kernels cast `x`: now, or in compiled code."""
     return fuses(x) or takes(x, fmt, policy)
 
 
 @assume_constant_result
 def rounds_once(device_type: str, index: int | None) -> bool:
-    """Return whether code that compilers write for a device converts to FP8 in one rounding, and fast.
+    """Return whether a device's compilers cast to FP8 efficiently.
+
+    In one rounding.
 
     GPUs do from compute capability 9.0 on. On 8.9 Triton's own conversion, which compilers take, goes through float16
     and rounds twice. On a CPU the operations of eager mode are as fast, and graphs that hide them compile sooner.
@@ -126,17 +133,19 @@ _DTYPES = {
 
 @cache
 def plans() -> ModuleType:
-    """Return the module of the kernels' plans; it imports Triton, which nothing before the first launch needs."""
+    """Return the module of kernel plans, importing Triton lazily."""
     return importlib.import_module("fp8_common._kernels")
 
 
 def launch(plan: Any, device: torch.device, **given: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Run a launch and return its outputs in order: those that are given, and the others, which are made here.
+    """Run a launch; return its outputs in order.
+
+    Given outputs, and the others, which are allocated here.
 
     Args:
         plan: The `Launch`.
         device: Where it runs.
-        given: Tensors named like its pointers; None for those that are left out.
+        given: Tensors named like its pointers; None for omitted ones.
     """
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     for name, out in plan.outputs.items():
@@ -148,7 +157,10 @@ def launch(plan: Any, device: torch.device, **given: torch.Tensor | None) -> tup
 
 
 def run(plan: Any, device: torch.device, **tensors: torch.Tensor) -> None:
-    """Run a launch on tensors named like its pointers, on their device, or show it to a compiler."""
+    """Run a launch on named tensors, or show it to a compiler.
+
+    On their device.
+    """
     if _now.launches is not None:
         _now.launches += 1
         if plan.grid:
@@ -164,7 +176,7 @@ def run(plan: Any, device: torch.device, **tensors: torch.Tensor) -> None:
         plans().run(plan, tensors)
     elif own:
         plans().run(plan, tensors, device=index, refusal=lambda: _refusal(plan, device))
-    else:  # Triton launches on the current device, not on that of its arguments
+    else:  # Triton launches on the current device, not on its arguments' device
         with torch.cuda.device(device):
             plans().run(plan, tensors, device=device.index, refusal=lambda: _refusal(plan, device))
 
@@ -174,16 +186,18 @@ def _refusal(plan: Any, device: torch.device) -> Fp8UnsupportedError | None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether what is launched on `device` now goes into a CUDA graph."""
+    """Return whether launches on `device` are captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_in_capture(device: torch.device, what: str) -> None:
-    """Refuse to make, while a CUDA graph is being captured, what has to be made before that.
+    """Raise if a CUDA graph is being captured.
+
+    For objects that must be created before the capture.
 
     Args:
         device: Where it would be made.
-        what: What it is, as the subject of a sentence.
+        what: The object, as the subject of a sentence.
 
     Raises:
         Fp8UnsupportedError: The current stream of `device` is being captured.
@@ -193,7 +207,7 @@ def refuse_in_capture(device: torch.device, what: str) -> None:
 
 
 def capture_refusal(what: str) -> Fp8UnsupportedError:
-    """Return the error that says that `what` must be there before a capture."""
+    """Return the error for an object missing before a capture."""
     return Fp8UnsupportedError(
         f"{what[0].upper()}{what[1:]} cannot be made while a CUDA graph is being captured. Run a training step with "
         "the same shapes and parameters before the capture."
@@ -202,7 +216,7 @@ def capture_refusal(what: str) -> Fp8UnsupportedError:
 
 @cache
 def _obstacle(device: torch.device) -> str | None:
-    """Say what keeps the kernels from a device; None if nothing does."""
+    """Return the obstacle for kernels on a device, None without one."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if plans().interpreting():  # the interpreter runs the kernels on CPU tensors
@@ -221,16 +235,19 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def matrix_of(x: torch.Tensor) -> tuple[int, int]:
-    """Return the rows and columns of x, all dimensions but the last counted as rows."""
+    """Return rows and columns of x, leading dimensions as rows."""
     n = x.shape[-1]
     return (x.numel() // n if n else 0), n
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """Return x in the memory order that `torch.empty_like(x)` has, so that elementwise kernels see flat memory."""
+    """Return x in the memory order of `torch.empty_like(x)`.
+
+    Elementwise kernels then see flat memory.
+    """
     # `empty_like` keeps the order of dimensions of dense tensors and drops gaps and overlaps. Reading x in that order
-    # lets a transposed matrix be cast without a copy, into data that are transposed the same way.
-    if x.is_contiguous():  # nearly always, and asked first: the comparison needs memory of the size of x
+    # allows a transposed matrix to be cast without a copy, into data that are transposed the same way.
+    if x.is_contiguous():  # nearly always true, and tested first: the comparison needs memory of the size of x
         return x
     order = torch.empty_like(x)
     return x if order.stride() == x.stride() else order.copy_(x)

@@ -1,4 +1,4 @@
-"""Which elements of a tensor share a scale: amax of blocks, and scales of blocks in shapes that broadcast."""
+"""Blocks of elements with one scale: amax and broadcastable scales."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,15 @@ Block = tuple[int, int] | None
 
 
 def broadcasts(block: Block) -> bool:
-    """Return whether scales broadcast to the tensor: each dimension has one scale, or one for each element."""
+    """Return whether scales broadcast to the tensor.
+
+    Each dimension has one scale, or one for each element.
+    """
     return block is None or max(block) < 2
 
 
 def scale_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
-    """Return the shape of the scales of a tensor: () or its own, divided by the block."""
+    """Return the shape of a tensor's scales: (), or divided by blocks."""
     if block is None:
         return ()
     sides = (1,) * (len(shape) - 2) + block[-min(len(shape), 2) :]
@@ -25,7 +28,7 @@ def scale_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
 
 
 def amax_by(x: torch.Tensor, block: Block) -> torch.Tensor:
-    """Return max |x| of what shares a scale, float32 of shape `scale_shape(x.shape, block)`."""
+    """Return max |x| of each block, float32 of shape `scale_shape(x.shape, block)`."""
     if block is None:
         return amax_of(x)
     if not broadcasts(block):
@@ -40,7 +43,7 @@ def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
         return block_amax(x[None], block)[0]
     for dim, side in ((-1, columns), (-2, rows)):
         if cut := x.shape[dim] % side:
-            # blocks that are cut off by themselves, with sides that fit: padded, `x` would be copied
+            # incomplete blocks separately, with fitting sides: padding would copy `x`
             whole = x.shape[dim] - cut
             rest = block_amax(x.narrow(dim, whole, cut), (rows, cut) if dim == -1 else (cut, columns))
             return torch.cat([block_amax(x.narrow(dim, 0, whole), block), rest], dim) if whole else rest
@@ -49,7 +52,7 @@ def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 
 def split_blocks(x: torch.Tensor, scale: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a view of `x` and the scales of its blocks in shapes that broadcast.
+    """Return views of `x` and of block scales that broadcast.
 
     A dimension whose last block is cut off stays whole in the view: the scales are repeated along it.
 
@@ -62,7 +65,7 @@ def split_blocks(x: torch.Tensor, scale: torch.Tensor, block: Block) -> tuple[to
     check_grid(scale.shape, block, x.shape)
     if rows > 1:
         x, scale = _split_along(x, scale, x.ndim - 2, rows)
-    # -1 of `x` is a dimension of its own still, whatever became of the rows
+    # -1 of `x` is still a separate dimension, also if the rows were split
     return _split_along(x, scale, x.ndim - 1, columns)
 
 

@@ -1,8 +1,11 @@
-"""Casts of tensors to FP8 and back, for every block that shares a scale. Here, and here alone, is decided how one runs.
+"""Casts to FP8 and back, with every granularity.
 
-Each is an `operator`: a kernel casts what it takes, and torch's own operations, the reference, the rest. A compiler of
-a GPU fuses the reference, or launches the kernels where one launch writes what two matmuls need; elsewhere it sees
-operators, which end in the code of eager mode. The bits are the same each way.
+Only this module decides how a cast runs.
+
+Each cast is an `operator`: kernels cast supported tensors, and torch's own operations, the reference, the rest. A
+    compiler of
+a GPU fuses the reference, or launches the kernels where one launch writes the operands of two matmuls; elsewhere it
+sees operators, which run the code of eager mode. The bits are the same in each case.
 """
 
 from typing import Any
@@ -51,7 +54,10 @@ def _amax_bits(x: torch.Tensor) -> torch.Tensor:
     traced=True,
 )
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """Return max |x| over all elements as a float32 scalar tensor: NaN wins, then infinity; 0 for an empty one."""
+    """Return max |x| as a float32 scalar.
+
+    NaN wins, then infinity; 0 for an empty tensor.
+    """
     return amax_of(x)
 
 
@@ -67,7 +73,10 @@ def _scales_by_kernel(amax: torch.Tensor, prev: None, fmt: Format, policy: Scale
     lambda amax, prev, *_: prev is None,
 )
 def scales(amax: torch.Tensor, prev: torch.Tensor | None, fmt: Format, policy: ScalePolicy) -> Pair:
-    """Return the scales into and back from FP8, of the shape of `amax`; `prev` is used where `amax` says nothing."""
+    """Return scales into and back from FP8, shaped like `amax`.
+
+    `prev` is used if `amax` is zero or not finite, depending on the policy.
+    """
     scale = numerics.scale_from_amax(amax, fmt, policy, prev)
     return scale, divide(1.0, scale)
 
@@ -75,7 +84,10 @@ def scales(amax: torch.Tensor, prev: torch.Tensor | None, fmt: Format, policy: S
 def scale_from_amax(
     amax: torch.Tensor, fmt: Format, policy: ScalePolicy, prev: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the float32 scale into FP8, of the shape of `amax`; `prev` is used where `amax` says nothing."""
+    """Return float32 scales into FP8, shaped like `amax`.
+
+    `prev` is used if `amax` is zero or not finite, depending on the policy.
+    """
     if torch.compiler.is_compiling() or (prev is None and takes(amax, fmt, policy)):
         return scales(amax, prev, fmt, policy)[0]
     return numerics.scale_from_amax(amax, fmt, policy, prev)
@@ -93,7 +105,10 @@ def reciprocal(scale: torch.Tensor) -> torch.Tensor:
 def _by_given_scale(
     x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, with_amax: bool = False, both: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Launch the cast with one given scale: codes, those transposed if `both`, int32 amax bits [1] if `with_amax`."""
+    """Launch the cast with one given scale.
+
+    Codes, transposed codes if `both`, int32 amax bits [1] if `with_amax`.
+    """
     scale = scale.float().contiguous()
     if both:
         plan = plans().cast_transpose(*x.shape, name_of(x.dtype), fmt, with_amax=with_amax)
@@ -127,13 +142,16 @@ def _transposed(codes: torch.Tensor) -> torch.Tensor:
     lambda x, scale, fmt: _by_given_scale(x.contiguous(), scale, fmt, both=True),
 )
 def cast_transposed(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Pair:
-    """Return codes [M, N] of x [M, N], made with one scale, and the same [N, M]."""
+    """Return codes [M, N] and [N, M] of x, with one scale."""
     codes = quantize(x.contiguous(), scale, fmt)
     return codes, _transposed(codes)
 
 
 def quantize_both(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return `quantize` with one scale, and where one launch writes both, the codes transposed and contiguous."""
+    """Return `quantize` with one scale, and possibly transposed codes.
+
+    If one launch writes both; they are contiguous.
+    """
     if _is_matrix(x) and launches(x, fmt):
         return cast_transposed(x, scale, fmt)
     return quantize(x, scale, fmt), None
@@ -154,7 +172,10 @@ def _with_amax_by_kernel(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> P
     traced=True,
 )
 def quantize_with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Pair:
-    """Return codes made with one given float32 scale, and max |x| (float32 scalar): delayed scaling in one pass."""
+    """Return codes for a given scale, and max |x|.
+
+    Delayed scaling in one pass; both scales are float32 scalars.
+    """
     largest = amax_of(x)
     return rounding.quantize(x, scale, fmt, largest), largest
 
@@ -162,7 +183,10 @@ def quantize_with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Pai
 def quantize_both_with_amax(
     x: torch.Tensor, scale: torch.Tensor, fmt: Format
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return `quantize_with_amax`, and where one launch writes both, the codes transposed and contiguous."""
+    """Return `quantize_with_amax`, and possibly transposed codes.
+
+    If one launch writes both; they are contiguous.
+    """
     if not (_is_matrix(x) and launches(x, fmt)):
         return *quantize_with_amax(x, scale, fmt), None
     if torch.compiler.is_compiling():
@@ -173,7 +197,7 @@ def quantize_both_with_amax(
     return codes, key.view(torch.float32).view(()), transposed
 
 
-# ---------------------------------------------------------------- with scales of its own amax
+# ---------------------------------------------------------------- with scales from the tensor's amax
 
 
 def quantize_dynamic(
@@ -186,13 +210,13 @@ def quantize_dynamic(
     groups: torch.Tensor | None = None,
     both: bool = False,
 ) -> Quantized:
-    """Return codes and the scales that follow from the amax of each block.
+    """Return codes and scales from the amax of each block.
 
     Args:
         x: float16, bfloat16 or float32, any strides.
         fmt: The format.
         policy: The rule for the scales.
-        block: What shares a scale.
+        block: Elements per scale.
         fold: float32 [columns]: casts float32(x) * fold instead, with a scale for each row.
         groups: int32 [rows], which names a row of `fold`, then [groups, columns], for each row of `x`.
         both: Also cast the transpose of a matrix, where kernels make both from one or two reads.
@@ -226,8 +250,8 @@ def quantize_dynamic(
 def _both_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Quantized:
     if not torch.compiler.is_compiling():
         return TensorwiseCast(x.shape, x.dtype, fmt, policy, with_scale=True)(x)
-    # The amax becomes a part of what makes x. One launch that writes both ways moves less than what compilers make of
-    # it: they cast once more for the backward.
+    # The amax is fused into the computation of x. One launch that writes both layouts moves fewer bytes than compiled
+    # code: that casts again for the backward.
     codes, transposed, scale, scale_inv = quantize_transposed(x, amax_of(x), fmt, policy)
     return Quantized(codes, scale_inv, fmt, None, Quantized(transposed, scale_inv, fmt, scale=scale), scale)
 
@@ -246,7 +270,7 @@ def _dynamic(
     policy: ScalePolicy,
     block: Block,
 ) -> Triple:
-    """Do what `dynamic` does by torch's operations."""
+    """Run `dynamic` with torch's operations."""
     value = x
     if fold is not None:
         value = as_float32(x.contiguous()) * (fold if groups is None else fold.index_select(0, groups))
@@ -255,7 +279,7 @@ def _dynamic(
         return made.codes, made.scale, made.scale_inv
     largest = amax_by(value, block)
     if block is None or x.stride(-1) != 1:
-        # one launch for all; of rows that are read as they lie, the kernel that finds an amax casts, too
+        # one launch for all; for rows in place, the kernel that finds an amax also casts
         scale, scale_inv = scales(largest, None, fmt, policy)
     else:
         scale = numerics.scale_from_amax(largest, fmt, policy)
@@ -317,12 +341,15 @@ def dynamic(
     policy: ScalePolicy,
     block: Block,
 ) -> Triple:
-    """Return the codes of `quantize_dynamic`, one way, and its scales into and back from FP8."""
+    """Return the codes of `quantize_dynamic` and its scales.
+
+    In one layout; scales into and back from FP8.
+    """
     return _dynamic(x, fold, groups, fmt, policy, block)
 
 
 def _transposed_by_kernel(x: torch.Tensor, amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Four:
-    # an amax has no sign, so its bits are those that kernels take
+    # an amax has no sign, so its bits are the keys of the kernels
     cast = TensorwiseCast(x.shape, x.dtype, fmt, policy, with_scale=True, one=(1,))
     made: Any = cast.by(x.contiguous(), {"scale_ptr": amax.view(torch.int32).reshape(1)})
     return made.codes, made.transposed.codes, made.scale.view(()), made.scale_inv.view(())
@@ -333,7 +360,10 @@ def _transposed_by_kernel(x: torch.Tensor, amax: torch.Tensor, fmt: Format, poli
     _transposed_by_kernel,
 )
 def quantize_transposed(x: torch.Tensor, amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Four:
-    """Return codes [M, N] of x [M, N], the same [N, M], and the scalar scales that follow from float32 `amax`."""
+    """Return codes [M, N] and [N, M], and scales from `amax`.
+
+    `amax` is float32; scales are scalars.
+    """
     scale = numerics.scale_from_amax(amax, fmt, policy)
     codes = rounding.quantize(x.contiguous(), scale, fmt)
     return codes, _transposed(codes), scale, divide(1.0, scale)
@@ -351,7 +381,10 @@ def _rows_and_columns_by_kernels(x: torch.Tensor, fold: torch.Tensor | None, fmt
 
 @operator(_fake_rows_and_columns, _rows_and_columns_by_kernels)
 def rows_and_columns(x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, policy: ScalePolicy) -> Four:
-    """Return `RowsCast.raw`: codes [M, N] of x * fold, those of x^T, and scales of rows, then columns, both ways."""
+    """Return `RowsCast.raw`.
+
+    Codes [M, N] of x * fold, codes of x^T, and scales of rows, then columns, into and back from FP8.
+    """
     rows = quantize_dynamic(x, fmt, policy, (1, 0), fold=fold)
     columns = quantize_dynamic(x.t().contiguous(), fmt, policy, (1, 0))
     scale = torch.cat([rows.scale.view(-1), columns.scale.view(-1)])
@@ -360,7 +393,10 @@ def rows_and_columns(x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, po
 
 
 def quantize_turned_rows(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Quantized:
-    """Return codes with a scale for each row, and where one launch writes both, the same transposed."""
+    """Return codes with row scales, and possibly transposed codes.
+
+    If one launch writes both.
+    """
     if has_both(x, stacks=True) and policy.formula != "e8m0" and launches(x, fmt, policy):
         return of_transposed_rows(fmt, *rows_with_transpose(x, fmt, policy))
     return quantize_dynamic(x, fmt, policy, (1, 0))
@@ -377,7 +413,10 @@ def _rows_with_transpose_by_kernel(x: torch.Tensor, fmt: Format, policy: ScalePo
 
 @operator(_fake_rows_with_transpose, _rows_with_transpose_by_kernel)
 def rows_with_transpose(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Triple:
-    """Return `TransposedRowsCast.raw`: codes of x [..., M, N], the same [..., N, M], and scales back [..., M]."""
+    """Return `TransposedRowsCast.raw`.
+
+    Codes of x [..., M, N], the same [..., N, M], and scales back [..., M].
+    """
     made = quantize_dynamic(x.contiguous(), fmt, policy, (1, 0))
     return made.codes, _transposed(made.codes), made.scale_inv.squeeze(-1)
 
@@ -396,7 +435,10 @@ def _blocks_both_by_kernel(x: torch.Tensor, fmt: Format, policy: ScalePolicy, sq
 
 @operator(_fake_blocks_both, _blocks_both_by_kernel)
 def blocks_both(x: torch.Tensor, fmt: Format, policy: ScalePolicy, square: bool) -> Four:
-    """Return `BlocksCast.raw`: codes [M, N] of x [M, N], those of its transpose, and the scales back of both."""
+    """Return `BlocksCast.raw`.
+
+    Codes [M, N] of x [M, N], codes of its transpose, and the scales back of both.
+    """
     block = (128 if square else 1, 128)
     here, turned = (quantize_dynamic(one, fmt, policy, block) for one in (x.contiguous(), x.t().contiguous()))
     scale_inv, turned_inv = (one.scale_inv if square else one.scale_inv.t().contiguous() for one in (here, turned))
@@ -404,12 +446,18 @@ def blocks_both(x: torch.Tensor, fmt: Format, policy: ScalePolicy, square: bool)
 
 
 def _scale_of_empty(x: torch.Tensor) -> torch.Tensor | None:
-    """Return the scale 1 of an empty tensor, for which nothing is launched; None for others: the kernel writes it."""
+    """Return scale 1 for an empty tensor, else None.
+
+    Nothing is launched for it; otherwise the kernel writes the scale.
+    """
     return None if x.numel() else torch.ones(1, dtype=torch.float32, device=x.device)
 
 
 def _readable(x: torch.Tensor) -> bool:
-    """Return whether kernels that work on rows can read x: contiguous, and not a scalar."""
+    """Return whether row kernels can read x.
+
+    x must be contiguous and no scalar.
+    """
     return x.is_contiguous() and x.ndim >= 1
 
 
@@ -427,7 +475,10 @@ def _mx_by_kernel(x: torch.Tensor, fmt: Format, mode: str) -> Pair:
     lambda x, *_: _readable(x),
 )
 def quantize_mx(x: torch.Tensor, fmt: Format, mode: str) -> Pair:
-    """Return MX codes [..., N] and E8M0 scales [..., ceil(N / 32)] in torch.float8_e8m0fnu."""
+    """Return MX codes [..., N] and E8M0 scales.
+
+    Scales are [..., ceil(N / 32)] in torch.float8_e8m0fnu.
+    """
     largest = amax_by(x, MX_BLOCK)
     scales = numerics.e8m0_from_amax(largest, fmt, mode)
     codes = rounding.quantize(x, expand_blocks(numerics.scale_of_e8m0(scales), MX_BLOCK, x.shape), fmt, largest)

@@ -1,4 +1,4 @@
-"""What `fp8_common.testing.certify` asks a torch model: traces by hooks, ranks in a pool of processes, a replay."""
+"""torch models as subjects of `fp8_common.testing.certify`."""
 
 import copy
 import functools
@@ -41,7 +41,7 @@ class Function(nn.Module):
         self.function = function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the function returns."""
+        """Return the function's result."""
         return self.function(x)
 
 
@@ -54,15 +54,15 @@ def subject(
     state: Callable[[nn.Module], Mapping[str, Any]] = lambda model: {"model": model},
     pool: Executor | None = None,
 ) -> Subject:
-    """Return a model as `fp8_common.testing.certify` sees it; the model itself stays as it is.
+    """Return a model as a certification subject, without changing it.
 
     Args:
         model: A module, or a function of a tensor.
         inputs: [examples, tokens, ...].
         build: Makes the model again in another process, which unpickles it; without it the model is pickled.
-        casts: Casts into FP8 by name; None takes those of FP8 layers, from their recipes. For a function with a result
-            of the shape of its input, None takes the function.
-        state: Returns what is saved, objects with `state_dict` and `load_state_dict` by name; the optimizer is added.
+        casts: Casts into FP8 by name; None uses the casts of FP8 layers, from their recipes. For a function whose
+            result has its input's shape, None uses the function.
+        state: Returns the saved objects, with `state_dict` and `load_state_dict`, by name; the optimizer is added.
         pool: From `ranks()`, to use one for several models.
     """
     module = model if isinstance(model, nn.Module) else Function(model)
@@ -98,7 +98,9 @@ def subject(
 
 
 def trace(model: nn.Module, x: torch.Tensor, counted: torch.Tensor | None = None, chunks: int = 1) -> Trace:
-    """Return the outputs of all modules and the gradients of all parameters, of one forward and backward.
+    """Return module outputs and parameter gradients of one step.
+
+    Of all modules and parameters, in one forward and backward.
 
     Args:
         model: Its gradients are left.
@@ -120,7 +122,7 @@ def trace(model: nn.Module, x: torch.Tensor, counted: torch.Tensor | None = None
         output = model(part)
         output = output[0] if isinstance(output, tuple) else output
         if output.requires_grad:
-            # small whole numbers, not all alike: sums of them are exact where the model's are
+            # small whole numbers, not all equal: sums of them are exact if the model's are
             weights = (torch.arange(output[0].numel()).reshape(output[0].shape) * 7 % 5 - 2).float()
             (output.float() * weights * mask.reshape(*mask.shape, *(1,) * (output.ndim - 2))).sum().backward()
     for hook in hooks:
@@ -152,7 +154,7 @@ def ranks() -> Iterator[Executor]:
 
 
 def _begin() -> None:
-    logging.disable(logging.WARNING)  # the model was made here before, and has said what it has to say
+    logging.disable(logging.WARNING)  # the model was made here before, with all its warnings
     torch.set_num_threads(1)
 
 
@@ -167,7 +169,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    # an optimizer refuses to have no parameter
+    # an optimizer needs at least one parameter
     used = [each for each in model.parameters() if each.requires_grad] or [nn.Parameter(torch.zeros(()))]
     return torch.optim.SGD(used, lr=RATE, momentum=0.5)
 
@@ -218,7 +220,7 @@ def _on_rank(rank: int, world: int, store: str, model: bytes, inputs: NDArray[An
         optimizer = _optimizer(module)
         counted = torch.full(x.shape[:2], rank == 0)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what the model warns of, its owner has seen
+            warnings.simplefilter("ignore")  # the model's owner has seen its warnings
             found = trace(module, x, counted)
             _advance(module, optimizer)
             # the kind of a layer stays at the end of its name

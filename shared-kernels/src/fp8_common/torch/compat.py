@@ -1,7 +1,7 @@
-"""The private names of torch that these packages use, but for those of FSDP2 (`sharding.fsdp`).
+"""Private names of torch, except FSDP2's (`sharding.fsdp`).
 
 Compilers, tensor subclasses and their operators, DTensor, hooks of modules; scaled matmuls under their older names. A
-test of each says what to look at where an upgrade moved the name or changed what it means.
+test of each shows where to look if an upgrade moved the name or changed its meaning.
 """
 
 import hashlib
@@ -71,17 +71,17 @@ Before, the operators that they supersede take the same layouts.
 ROWS_INTO_ALL_DTYPES = TorchVersion(torch.__version__) >= "2.15"
 """Whether matmuls with scales of rows by CUTLASS write float32 and float16.
 
-Before, they refuse float32, and without a bias write the bits of bfloat16 where float16 was asked for:
+Earlier versions do not support float32, and without a bias write the bits of bfloat16 for a requested float16:
 pytorch#187569.
 """
 
 CHECKPOINT_PREFIX: str = _CHECKPOINT_PREFIX
-"""What torch's `checkpoint_wrapper` puts into the names of parameters, and takes out of those of state dicts."""
+"""Inserted by torch's `checkpoint_wrapper` into the names of parameters, and removed from names in state dicts."""
 DISTRIBUTED = "_distribute_module_applied"
-"""What `torch.distributed.tensor.distribute_module` asks a module for before it cuts its parameters."""
+"""Name that `torch.distributed.tensor.distribute_module` reads from a module before it shards its parameters."""
 
 disable_compiler = _disable_dynamo
-"""Does what `torch.compiler.disable` does, but imports the compiler with the first call.
+"""`torch.compiler.disable`, importing the compiler with the first call.
 
 As a decorator that adds half a second to every import of these packages.
 """
@@ -107,7 +107,7 @@ def keep_versions(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def assume_constant_result(function: Function) -> Function:
-    """Do what `torch.compiler.assume_constant_result` does, without importing the compiler.
+    """`torch.compiler.assume_constant_result` without importing the compiler.
 
     That decorator imports Dynamo, which would add half a second to every import of these packages.
 
@@ -120,7 +120,9 @@ def assume_constant_result(function: Function) -> Function:
 
 
 def constant_of_record(function: Function) -> Function:
-    """Do the same for a function of a frozen dataclass, where this torch can; a compiler traces it elsewhere.
+    """`constant_result` for a function of a frozen dataclass, if supported.
+
+    A compiler traces it otherwise.
 
     torch 2.11 gives no dataclass to such a function. Traced, numbers of the dataclass may be symbols.
     """
@@ -130,18 +132,20 @@ def constant_of_record(function: Function) -> Function:
 def decompose(
     operator: CustomOpDef, function: Callable[..., Any], fake: Callable[..., Any], key: Callable[[], str], device: str
 ) -> None:
-    """Let Inductor compile `function` in place of the operator, unless that returns NotImplemented.
+    """Make Inductor compile `function` instead of the operator.
+
+    Unless it returns NotImplemented.
 
     `torch.library.triton_op` does so before the graph is cut into forward and backward: equal launches are then no
-    longer found, and made again. Here the graph is that of opaque operators until both halves are done. In the function
-    `torch.compiler.is_compiling` is False. Operators that write to arguments stay opaque, and all where a torch lacks
-    the names below.
+    longer found, and made again. Here the graph consists of opaque operators until both halves are done. In the
+    function `torch.compiler.is_compiling` is False. Operators that write to arguments stay opaque, and all stay opaque
+    if a torch lacks the names below.
 
     Args:
         operator: The operator.
-        function: What Inductor compiles.
+        function: The function for Inductor to compile.
         fake: The function without data, for `register_fake`.
-        key: Returns what `function` depends on besides its arguments; code in Inductor's caches is of one key.
+        key: Returns the dependences of `function` besides its arguments; code in Inductor's caches belongs to one key.
         device: The type of the devices on which it does so.
     """
 
@@ -158,7 +162,7 @@ def decompose(
 
         class Key(CustomGraphModulePass):
             def __call__(self, gm: torch.fx.GraphModule) -> None:
-                """Never run, because no device has its name; what it returns below goes into the key of every cache."""
+                """Never runs, because no device has its name; its return value below is part of the key of every cache."""
 
             def uuid(self) -> str:
                 return key()
@@ -188,7 +192,7 @@ def decompose(
         match.replace_by_example(trace, nodes, run_functional_passes=False)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        # Dynamo comes here before a cache is asked.
+        # Dynamo calls this before it looks in a cache.
         if any(isinstance(each, torch.Tensor) and each.device.type == device for each in args):
             register()
         return fake(*args, **kwargs)
@@ -207,21 +211,29 @@ def _as_in_eager_mode() -> Iterator[None]:
 
 
 def keep_address(x: torch.Tensor) -> None:
-    """Tell compilers that `x` stays where it is: programs that write to it may then become CUDA graphs.
+    """Mark `x` as static in memory for compilers.
 
-    What `torch._dynamo.mark_static_address` does, without the import of the compiler.
+    Programs that write to it may then become CUDA graphs.
+
+    Equals `torch._dynamo.mark_static_address`, without importing the compiler.
     """
     x._dynamo_static_input_type = "unguarded"  # pyrefly: ignore[missing-attribute]
 
 
 def in_function_transform() -> bool:
-    """Return whether `torch.func` (vmap, grad, jvp, ...) transforms what runs now; False under a compiler."""
+    """Return whether `torch.func` transforms the current code.
+
+    vmap, grad, jvp and others; False under a compiler.
+    """
     return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
 
 
 @assume_constant_result
 def multiplies_bfloat16() -> bool:
-    """Return whether this processor has units for bfloat16; without them float32 is multiplied many times faster."""
+    """Return whether this processor has bfloat16 units.
+
+    Without them float32 matmuls are many times faster.
+    """
     capabilities = getattr(torch.cpu, "get_capabilities", None)
     if capabilities is None:  # before torch 2.12
         return torch.cpu._is_avx512_bf16_supported()
@@ -238,9 +250,11 @@ def scaled_mm(
     out_dtype: torch.dtype,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """Return float8 codes a [M, K] @ b [K, N], b column-major, with scales back from FP8, in `out_dtype`.
+    """Return codes a [M, K] @ b [K, N], scaled, in `out_dtype`.
 
-    Scales are float32; those of 1x32 blocks are E8M0, in the order that cuBLAS reads.
+    b is column-major; scales go back from FP8.
+
+    Scales are float32; scales of 1x32 blocks are E8M0, in cuBLAS's order.
     """
     if not SCALING_BY_NAME:
         return torch._scaled_mm(a, b, a_inv, b_inv, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
@@ -260,7 +274,10 @@ def scaled_grouped_mm(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> torch.Tensor:
-    """Return the matmuls of groups of rows, or over groups of rows, with scales of rows; `offsets` int32 [groups]."""
+    """Return matmuls of row groups, or over them, with row scales.
+
+    `offsets` are int32 [groups].
+    """
     options: Any = {"offs": offsets, "use_fast_accum": use_fast_accum}
     if not SCALING_BY_NAME:
         return torch._scaled_grouped_mm(a, b, a_inv, b_inv, out_dtype=out_dtype, **options)
@@ -271,12 +288,14 @@ def scaled_grouped_mm(
 
 
 def wrapper_of(cls: type, inner: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    """Return a tensor of the subclass `cls` with the metadata of `inner`, without memory of its own.
+    """Return a tensor of subclass `cls` with `inner`'s metadata.
+
+    It has no memory.
 
     Args:
         cls: A subclass with a `__torch_dispatch__`.
-        inner: What it wraps; `cls` has to keep it.
-        dtype: The dtype that autograd and FSDP2 see; that of `inner` by default.
+        inner: The wrapped tensor; `cls` must keep it.
+        dtype: The dtype that autograd and FSDP2 see; by default `inner`'s.
     """
     return torch.Tensor._make_wrapper_subclass(
         cls,
@@ -292,8 +311,8 @@ def wrapper_of(cls: type, inner: torch.Tensor, *, dtype: torch.dtype | None = No
 def written_tensors(func: OpOverload, args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
     """Yield every tensor among the arguments that `func` writes to.
 
-    By the operator's schema, so that an in-place operator that nobody thought of is seen as well. Collectives of
-    torch.distributed have no such marks: all but `send` write to their first argument and to nothing else.
+    By the operator's schema, so that unknown in-place operators are recognized as well. Collectives of
+    torch.distributed have no such marks: all except `send` write to their first argument and to nothing else.
     """
     if func.namespace == "c10d":
         outputs = () if func is torch.ops.c10d.send.default else args[:1]
@@ -320,24 +339,36 @@ def is_view(func: OpOverload) -> bool:
 
 
 def stable_hash(tensor: torch.Tensor, *described: object) -> str:
-    """Return a hash of a tensor's metadata and of `described`, tensors or plain values, for the caches of compilers."""
+    """Return a hash of metadata and `described` for compiler caches.
+
+    `described` are tensors or plain values.
+    """
     text = repr([_metadata(one) if isinstance(one, torch.Tensor) else one for one in (tensor, *described)])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def local_of(tensor: Any) -> Any:
-    """Return the local part of a DTensor as the object that it holds, or whatever else was given itself."""
+    """Return a DTensor's local tensor, or any other object unchanged.
+
+    The local tensor is the object that it holds.
+    """
     # Not `to_local`, which goes through autograd and may return another object.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def map_local(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Apply `change` to a tensor, or to the local part of a DTensor, which stays distributed as it was."""
+    """Apply `change` to a tensor or a DTensor's local part.
+
+    The DTensor keeps its placements.
+    """
     return distributed_like(tensor, change(local_of(tensor)), requires_grad=tensor.requires_grad)
 
 
 def distributed_like(tensor: torch.Tensor, local: torch.Tensor, *, requires_grad: bool = False) -> torch.Tensor:
-    """Return `local`, as a DTensor with the mesh, placements and shape of `tensor` if that is one; without a copy."""
+    """Return `local`, distributed like `tensor`, without a copy.
+
+    A DTensor with its mesh, placements and shape, if it is one.
+    """
     if not isinstance(tensor, DTensor):
         return local
     spec = tensor._spec
@@ -348,23 +379,28 @@ def distributed_like(tensor: torch.Tensor, local: torch.Tensor, *, requires_grad
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that this one is a view of; None if it is none."""
+    """Return the base of a view, None for other tensors."""
     return tensor._base
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to; tensors that were made in inference mode do not count."""
+    """Return a tensor's version, the number of writes.
+
+    Tensors made in inference mode do not count.
+    """
     return 0 if tensor.is_inference() else tensor._version
 
 
 def timeout_of(group: dist.ProcessGroup) -> Any:
-    """Return the time-out of a process group; None where its backend does not say."""
+    """Return a process group's timeout, None if unknown."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
 
 
 def state_dict_hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return the hooks of a module after its state dict was made, before that, and before a load, by their ids.
+    """Return a module's state-dict hooks by id.
+
+    After its state dict was made, before that, and before a load.
 
     Deleting from one of these removes the hook.
     """
@@ -372,7 +408,10 @@ def state_dict_hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the hooks of a module before and after its forward, by their ids; deleting from one removes the hook."""
+    """Return a module's forward hooks by id.
+
+    Before and after its forward; deleting from one removes the hook.
+    """
     return module._forward_pre_hooks, module._forward_hooks
 
 

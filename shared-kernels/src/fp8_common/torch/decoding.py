@@ -1,4 +1,4 @@
-"""Values of FP8 codes: by a kernel, by torch's own operations, or as an operator that a compiler sees."""
+"""Values of FP8 codes: by kernel, torch operations, or operator."""
 
 import torch
 
@@ -19,7 +19,7 @@ values = operator(
 def _block_of_kernel(
     q: torch.Tensor, scale_inv: torch.Tensor, fmt: object, dtype: object, block: Block = None
 ) -> tuple[int, int] | None:
-    """Return the block with which the kernel decodes `q`; None if it does not."""
+    """Return the block of the kernel that decodes `q`, or None."""
     if not q.is_contiguous() or q.ndim == 0:
         return None
     if block is not None:
@@ -56,7 +56,7 @@ def dequantize(
         scale_inv: float32 back from FP8, broadcasts to `q`; with `block`, one for each block.
         fmt: The format.
         dtype: That of the result.
-        block: What shares a scale, where scales do not broadcast.
+        block: Elements per scale, if scales do not broadcast.
     """
     if block is not None:
         return dequantize(*split_blocks(q, scale_inv, block), fmt, dtype).view(q.shape)
@@ -75,8 +75,11 @@ def _mx_by_kernel(q: torch.Tensor, scales: torch.Tensor, fmt: Format, dtype: tor
     lambda q, scales, *_: q.is_contiguous() and q.ndim and tuple(scales.shape) == scale_shape(q.shape, MX_BLOCK),
 )
 def dequantize_mx(q: torch.Tensor, scales: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
-    """Return `q` times the E8M0 `scales` (uint8 or float8) of its blocks of 32 in `dtype`; exact in float32."""
-    # bfloat16 has the exponents of float32, so that the product is rounded once in either
+    """Return `q` times E8M0 `scales` of 32-blocks in `dtype`.
+
+    Scales are uint8 or float8; exact in float32.
+    """
+    # bfloat16 has the exponents of float32, so the result is rounded once in either
     exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     scale_inv = numerics.scale_inv_of_e8m0(scales.view(torch.uint8)).to(exact)
     values_of_blocks, own = split_blocks(rounding.values(q, fmt, exact), scale_inv, MX_BLOCK)

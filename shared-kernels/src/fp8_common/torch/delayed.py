@@ -1,4 +1,4 @@
-"""Delayed scaling on tensors: what was observed, and the step of all histories of a model.
+"""Delayed scaling on tensors: observations, and steps of all histories.
 
 On a GPU `roll_histories` is one launch for all tensors that share a rule.
 """
@@ -26,14 +26,19 @@ UNOBSERVED = -1
 
 
 def observed_bits(amax: torch.Tensor) -> torch.Tensor:
-    """Return the int32 bits of float32 `amax`, UNOBSERVED where it is infinite or NaN: that is not recorded."""
+    """Return int32 bits of `amax`, UNOBSERVED if not finite.
+
+    `amax` is float32; infinite and NaN ones are not recorded.
+    """
     bits = amax_bits(amax)
-    # Marked before ranks are combined by MAX: an infinity on one rank must not hide what the others observed.
+    # Marked before ranks are combined by MAX: an infinity on one rank must not hide the others' observations.
     return torch.where(bits >= INF_KEY, UNOBSERVED, bits)
 
 
 def fitting(ready: torch.Tensor, scale: torch.Tensor, dynamic: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return where the scales of earlier steps are ready, clip no more than the format rounds, and waste no range.
+    """Return where delayed scales are ready and fit.
+
+    They clip no more than the format rounds, and waste no range.
 
     Args:
         ready: bool [n] or scalar.
@@ -49,11 +54,11 @@ def fitting(ready: torch.Tensor, scale: torch.Tensor, dynamic: torch.Tensor, fmt
 def roll_histories(
     history: torch.Tensor, bits: torch.Tensor, scale: torch.Tensor, casts: Sequence[CastRecipe]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the histories and scales after a step in which every operand was observed.
+    """Return histories and scales after an observed step.
 
     Args:
         history: float32 [L, T], slot 0 the newest.
-        bits: int32 [T]: what the step observed; entries below 0 count as 0.
+        bits: int32 [T]: the step's observations; entries below 0 count as 0.
         scale: float32 [T]: the scales into FP8 of the step.
         casts: T casts that share one policy.
     """
@@ -78,7 +83,7 @@ def delayed_update(
         policy: The rule that all share.
     """
     names = tuple(formats.split(","))
-    # All or none: one launch handles every tensor, whatever its format.
+    # All or none: one launch handles every tensor, in any format.
     if all(triton.takes(amax, get_data_format(name), policy) for name in set(names)):
         return list(update_by_kernel(history, amax, scale, _numerators(names, policy, amax.device), policy)[:2])
     window, largest = numerics.update_history(history, amax, policy.algo)
@@ -88,11 +93,13 @@ def delayed_update(
 def update_by_kernel(
     history: torch.Tensor, amax: torch.Tensor, scale: torch.Tensor, fmax: torch.Tensor, policy: ScalePolicy
 ) -> tuple[torch.Tensor, ...]:
-    """Return the rolled history [L, T], the next scales [T] and their reciprocals [T], float32, in one launch.
+    """Return rolled history [L, T], scales and reciprocals [T].
+
+    float32, in one launch.
 
     Args:
         history: float32 [L, T].
-        amax: float32 [T]: what this step saw.
+        amax: float32 [T]: this step's amax.
         scale: float32 [T]: the scales into FP8 of this step.
         fmax: float32 [T]: numerators, from `scale_rule(fmt, policy)[0]` of each tensor's format.
         policy: The rule; its `algo` reduces the history.
@@ -120,7 +127,10 @@ def _scales_by_format(
 
 @cache
 def _numerators(names: tuple[str, ...], policy: ScalePolicy, device: torch.device) -> torch.Tensor:
-    """Return the float32 [T] numerators of the scales; sent to the device once."""
+    """Return the scales' numerators [T], sent to the device once.
+
+    They are float32.
+    """
     # Cached: a transfer in every step would stall the host, and cannot be captured in a CUDA graph. Without a limit: a
     # graph points to it, and there is one for each list of formats, which is a few bytes for each operand of a model.
     triton.refuse_in_capture(device, "a list of formats")
@@ -131,7 +141,7 @@ def _numerators(names: tuple[str, ...], policy: ScalePolicy, device: torch.devic
 
 @cache
 def _has_format(names: tuple[str, ...], name: str, device: torch.device) -> torch.Tensor:
-    """Return bool [T]: whether each of `names` is `name`; sent to the device once."""
+    """Return bool [T]: whether `names` equal `name`, sent once."""
     triton.refuse_in_capture(device, "a list of formats")
     return torch.tensor([other == name for other in names], device=device)
 
@@ -147,7 +157,7 @@ def _cast_by_kernel(
     fits: bool,
 ) -> tuple[torch.Tensor, ...]:
     cast = TensorwiseCast(x.shape, x.dtype, fmt, policy, with_scale=True, one=(1,))
-    # an amax has no sign, so its bits are those that kernels take
+    # an amax has no sign, so its bits are the keys of the kernels
     given = {"scale_ptr": amax.view(torch.int32).reshape(1), "delayed_ptr": delayed, "ready_ptr": ready}
     made: Any = cast.by(x.contiguous(), given if late is None else given | {"late_ptr": late}, fits)
     return made.codes, made.transposed.codes, made.scale.view(()), made.scale_inv.view(())
@@ -170,14 +180,16 @@ def cast_delayed(
     policy: ScalePolicy,
     fits: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return codes [M, N] of x [M, N], the same [N, M], and the scalar scales into and back from FP8.
+    """Return codes [M, N] and [N, M], and scalar scales.
+
+    Scales into and back from FP8.
 
     Args:
         x: The matrix.
-        amax: float32, that of x.
+        amax: float32, of x.
         delayed: float32 scalar, the scale of earlier steps.
         ready: bool scalar, whether there is one.
-        late: bool scalar, whether it must not be used any more; None asks nothing.
+        late: bool scalar, whether it must no longer be used; None skips the check.
         fmt: The format.
         policy: The rule for another scale.
         fits: Whether the scale of earlier steps must fit x.

@@ -1,4 +1,4 @@
-"""The amax and the casts of a list of tensors: one kernel launch for each dtype on a GPU.
+"""Amax and casts of many tensors, one launch per dtype.
 
 FSDP shards are many, small and odd-sized; some are empty. A table on the device lists them by address. It is sent once
 and cached while the same tensors come again, which is every step of training; where results go is no part of it. A
@@ -27,7 +27,7 @@ TABLES_KEPT = 64
 
 
 class TableRows(NamedTuple):
-    """What a table is made from, for tensors of one dtype.
+    """Key of a table, for tensors of one dtype.
 
     Attributes:
         addresses: Of the tensors.
@@ -46,7 +46,7 @@ class Table(NamedTuple):
     """A table on the device.
 
     Attributes:
-        tensors: What the kernels read, by the names of their arguments.
+        tensors: Inputs of the kernels, by argument name.
         places: int64, the positions in the whole list; None if it holds all.
         programs: How many programs the list takes.
         aligned: Whether all addresses are multiples of 16.
@@ -59,7 +59,7 @@ class Table(NamedTuple):
 
 
 def alike(items: Iterable[T], rule: Callable[[T], object]) -> list[list[T]]:
-    """Return the items in lists of equal rules, each of which is one batch of operations."""
+    """Return lists of items with equal rules, for batched operations."""
     groups: dict[object, list[T]] = {}
     for item in items:
         groups.setdefault(rule(item), []).append(item)
@@ -67,7 +67,9 @@ def alike(items: Iterable[T], rule: Callable[[T], object]) -> list[list[T]]:
 
 
 def amax_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the int32 bits of max |x| of each of `tensors`, [len(tensors)]; 0 for an empty one.
+    """Return int32 bits of max |x| of each tensor.
+
+    [len(tensors)]; 0 for an empty one.
 
     Args:
         tensors: float16, bfloat16 or float32, any shapes, all on one device; at least one.
@@ -114,7 +116,10 @@ def foreach_amax(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 @operator(lambda tensors, scales, fmt: tensors[0].new_empty(sum(_padded_sizes(tensors)), dtype=torch_dtype(fmt)))
 def foreach_quantize(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the codes of all tensors one after the other, each from a multiple of 16 on."""
+    """Return the codes of all tensors, concatenated.
+
+    Each starts at a multiple of 16.
+    """
     # One buffer and not a list of parts: the outputs of an operator must not share memory.
     first = tensors[0]
     *offsets, total = accumulate(_padded_sizes(tensors), initial=0)
@@ -136,12 +141,15 @@ def foreach_quantize(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: For
 
 
 def _padded_sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Elements of each tensor, rounded up to 16 so that every part starts aligned for 16-byte stores."""
+    """Return padded sizes of tensors, multiples of 16.
+
+    Every part then starts aligned for 16-byte stores.
+    """
     return [-(-x.numel() // 16) * 16 for x in tensors]
 
 
 def _parts(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the part of the buffer that belongs to each tensor, in its shape."""
+    """Return each tensor's part of the buffer, in its shape."""
     parts = buffer.split(_padded_sizes(tensors))
     return [part[: x.numel()].view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
@@ -160,7 +168,7 @@ def _rows(dense: Sequence[torch.Tensor], offsets: Sequence[int], places: Sequenc
 
 
 def _table(rows: TableRows, device: torch.device) -> Table:
-    # A graph points to its tables for as long as it lives, which nobody here knows.
+    # A graph points to its tables while it lives, which is unknown here.
     return _kept_for_graphs(rows, device) if triton.is_capturing(device) else _cached(rows, device)
 
 
@@ -171,14 +179,17 @@ def _kept_for_graphs(rows: TableRows, device: torch.device) -> Table:
 
 @lru_cache(maxsize=TABLES_KEPT)
 def _cached(rows: TableRows, device: torch.device) -> Table:
-    """Put addresses, lengths and the chunks of all programs on the device, in two transfers."""
+    """Copy addresses, lengths and chunks to the device.
+
+    In two transfers.
+    """
     # Cached by addresses and sizes, which is all that it holds: a new tensor at an old address needs the same table.
     triton.refuse_in_capture(device, "a table of tensors that no earlier step had, or not at these addresses,")
     tensor, chunk = triton.plans().foreach_chunks(list(rows.sizes))
     columns = {"ptrs_ptr": rows.addresses, "numel_ptr": rows.sizes, "places": rows.places}
     if rows.offsets:  # an amax has none
         columns["offset_ptr"] = rows.offsets
-    # All columns of a width travel as one tensor: a copy to the device costs its latency, not its bytes.
+    # All columns of one width are sent as one tensor: a copy to the device costs its latency, not its bytes.
     wide = torch.tensor([v for column in columns.values() for v in column], dtype=torch.int64, device=device)
     narrow = torch.tensor([*tensor, *chunk], dtype=torch.int32, device=device)
     tensors = dict(zip(columns, wide.split([len(c) for c in columns.values()]), strict=True))

@@ -1,10 +1,12 @@
-"""The arithmetic of FP8 on torch tensors: dtypes, amax, scales, the amax history; for rounding see `rounding`.
+"""FP8 arithmetic in torch: dtypes, amax, scales, amax history.
+
+See `rounding` for rounding.
 
 It equals the NumPy functions of `fp8_common` bit for bit, and launches no kernels. The same operations serve eager mode
 and a compiler, which keeps more digits of a 16-bit value that it has just computed, and on a GPU divides approximately
 and flushes subnormals. Compiled, `as_float32` therefore reads values as their bits, and quotients are made in float64.
 
-Maxima are those of bits: without a sign, floats sort like the integers of their bits, NaN above infinity. An integer
+Maxima are computed on bits: without a sign, floats sort like the integers of their bits, NaN above infinity. An integer
 maximum is exact, keeps NaN, and does not depend on an order. The float MAX of gloo keeps or loses a NaN depending on
 the rank that has it.
 """
@@ -35,7 +37,7 @@ _EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF
 
 
 def check_input_dtype(x: torch.Tensor, what: str = "x") -> torch.Tensor:
-    """Return `x`, or refuse it.
+    """Return `x`, or raise for unsupported dtypes.
 
     Raises:
         Fp8Error: `x` is not float16, bfloat16 or float32.
@@ -46,7 +48,9 @@ def check_input_dtype(x: torch.Tensor, what: str = "x") -> torch.Tensor:
 
 
 def as_float32(x: torch.Tensor, what: str = "x") -> torch.Tensor:
-    """Return `x` as float32, exactly; compiled, from the bits that it has in its own dtype.
+    """Return `x` as exact float32.
+
+    Compiled, from its bits in its own dtype.
 
     Raises:
         Fp8Error: `x` is not float16, bfloat16 or float32.
@@ -68,7 +72,7 @@ def torch_dtype(fmt: str | Format) -> torch.dtype:
     Raises:
         Fp8Error: Unknown format.
     """
-    # a Format is taken as it is: casts ask often
+    # a Format is used directly: casts call this often
     return _DTYPE_OF[(fmt if isinstance(fmt, Format) else get_format(fmt)).name]
 
 
@@ -90,7 +94,10 @@ def to_uint8_codes(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:
-    """Return max |x| over all elements as a float32 scalar tensor: NaN wins, then infinity; 0 for an empty one."""
+    """Return max |x| as a float32 scalar.
+
+    NaN wins, then infinity; 0 for an empty tensor.
+    """
     if torch.compiler.is_compiling():
         # By rows first: that becomes a part of kernels that reduce rows, such as norms.
         rows = amax_over(x, (-1,), keepdim=False) if x.ndim else x
@@ -99,17 +106,23 @@ def amax_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def amax_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return max |x| over all elements of each of `tensors`, at least one, as float32 [len(tensors)]."""
+    """Return float32 max |x| of each of `tensors`, [len(tensors)].
+
+    At least one tensor.
+    """
     lows, highs = zip(*(_extremes(x) for x in tensors), strict=True)
     return _larger(torch.stack(lows), torch.stack(highs))
 
 
 def _extremes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the smallest and the largest element: one pass without a copy of |x|, and both keep a NaN."""
+    """Return the smallest and largest element, keeping NaN.
+
+    One pass without a copy of |x|.
+    """
     if x.numel() == 0:
         zero = check_input_dtype(x).new_zeros(())
         return zero, zero
-    # A float maximum may be used here: that of torch keeps NaN on one device, unlike a reduction by gloo or Triton.
+    # A float maximum may be used here: torch's keeps NaN on one device, unlike a reduction by gloo or Triton.
     low, high = torch.aminmax(check_input_dtype(x))
     return low, high
 
@@ -119,9 +132,9 @@ def _larger(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
 
 
 def amax_over(x: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tensor:
-    """Return max |x| over `dims` as float32, by the integer order of the bits without sign."""
+    """Return max |x| over `dims` as float32, by bits."""
     bits = narrow_bits(x)
-    if x.numel() == 0:  # torch.amax refuses to reduce a dimension of length 0
+    if x.numel() == 0:  # torch.amax does not support a dimension of length 0
         reduced = {d % x.ndim for d in dims}
         shape = [1 if i in reduced else n for i, n in enumerate(x.shape) if keepdim or i not in reduced]
         return torch.zeros(shape, dtype=torch.float32, device=x.device)
@@ -129,7 +142,9 @@ def amax_over(x: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tens
 
 
 def narrow_bits(x: torch.Tensor) -> torch.Tensor:
-    """Return the bits of float16, bfloat16 or float32 values without sign, as integers of their width.
+    """Return bits without sign, as integers of the values' width.
+
+    Values are float16, bfloat16 or float32.
 
     Those of 16-bit values take half the memory of the bits of their float32 values.
     """
@@ -138,13 +153,16 @@ def narrow_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors of one dtype hold the same bits: 0 and -0 differ."""
+    """Return whether two tensors hold equal bits.
+
+    Both have one dtype; 0 and -0 differ.
+    """
     integer, _ = _BITS[a.element_size()]
     return a.shape == b.shape and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 
 def amax_bits(amax: torch.Tensor) -> torch.Tensor:
-    """Return the bits of float32 values with the sign cleared, as int32; the integers of MAX all-reduces."""
+    """Return float32 bits without sign, as int32 for MAX all-reduces."""
     return amax.view(torch.int32) & KEY_MASK
 
 
@@ -156,7 +174,7 @@ def scale_from_amax(
 ) -> torch.Tensor:
     """Return the float32 scale into FP8 for float32 `amax`; see `fp8_common.amax_to_scale`.
 
-    The operations are those of NumPy's definition, in the same order.
+    The operations equal NumPy's definition, in the same order.
     """
     # By its bits: compiled for a GPU, an absolute value flushes subnormals to zero.
     bits = as_float32(amax, "amax").view(torch.int32) & KEY_MASK
@@ -233,7 +251,10 @@ def scale_of_e8m0(codes: torch.Tensor) -> torch.Tensor:
 
 
 def scale_inv_of_e8m0(codes: torch.Tensor) -> torch.Tensor:
-    """Return the float32 multiplier back from FP8 of uint8 E8M0 codes, built from bits: 2^(code-127), NaN for 255."""
+    """Return float32 scales back from FP8 of E8M0 codes.
+
+    Built from bits: 2^(code-127) of uint8 codes, NaN for 255.
+    """
     code = codes.to(torch.int32)
     # A code is the exponent field of its value, except that 2^-127 is subnormal in float32.
     bits = torch.where(code == 0, 0x00400000, code << 23)
@@ -241,7 +262,7 @@ def scale_inv_of_e8m0(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded_bits(bits: torch.Tensor, fmt: Format, zero: int = 0) -> torch.Tensor:
-    """Return amax bits rounded to the mantissa of `fmt`; see `rounded_key` in NumPy's definition."""
+    """Round amax bits to the mantissa of `fmt`; see `rounded_key`."""
     dropped = 23 - fmt.mantissa_bits
     finite = bits.clamp(max=INF_KEY - 1)
     up = ((1 << (dropped - 1)) - 1) + ((finite >> dropped) & 1)
@@ -250,12 +271,12 @@ def _rounded_bits(bits: torch.Tensor, fmt: Format, zero: int = 0) -> torch.Tenso
 
 
 def _at_least_eps(amax: torch.Tensor, policy: ScalePolicy) -> torch.Tensor:
-    """Raise small amax to eps; NaN is not less than eps and stays."""
+    """Raise small amax to eps; NaN stays."""
     return torch.where(amax < policy.eps, torch.full_like(amax, policy.eps), amax)
 
 
 def _replace_unusable(scale: torch.Tensor, bits: torch.Tensor, policy: ScalePolicy, prev: torch.Tensor) -> torch.Tensor:
-    """Put the scale that the policy prescribes where amax is zero, infinite or NaN."""
+    """Replace scales of zero, infinite and NaN amax by the policy's."""
     # By the bits of amax: after the limits, the scales of zero and infinity are ordinary numbers.
     one = torch.ones_like(scale)
     if policy.zero != "eps":
@@ -267,7 +288,7 @@ def _replace_unusable(scale: torch.Tensor, bits: torch.Tensor, policy: ScalePoli
 
 
 def update_history(history: torch.Tensor, amax: torch.Tensor, algo: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the history [L, ...] after one observation and the amax [...] for the next scale."""
+    """Return the history [L, ...] with one observation, and reduced amax."""
     window, bits = as_float32(history, "history"), amax_bits(as_float32(amax, "amax"))
     check_history(tuple(window.shape), tuple(bits.shape), algo)
     # cat instead of a write into slot 0: one new tensor, nothing in place.
@@ -278,7 +299,7 @@ def update_history(history: torch.Tensor, amax: torch.Tensor, algo: str) -> tupl
 
 
 def reduce_history(history: torch.Tensor, algo: str) -> torch.Tensor:
-    """Return the amax [...] that the next scale is made from, of a history [L, ...]."""
+    """Return the amax [...] of a history [L, ...]."""
     return torch.amax(amax_bits(history), dim=0).view(torch.float32) if algo == "max" else history[0].clone()
 
 
@@ -295,7 +316,10 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def silu_mul_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return `fp8_common.silu_mul_backward` of tensors of one dtype and shape, and `silu_mul`, in eager mode."""
+    """Return `silu_mul_backward` and `silu_mul`, in eager mode.
+
+    See `fp8_common.silu_mul_backward`; tensors have one dtype and shape.
+    """
     dtype, dy, x, u = gate.dtype, grad.float(), gate.float(), up.float()
     s = _sigmoid(x)
     silu = (x * s).to(dtype).float()

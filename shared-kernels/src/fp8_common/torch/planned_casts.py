@@ -1,7 +1,7 @@
 """Casts that are decided once for a shape: layers keep them (`linear.plan`).
 
-With one scale for all, of rows, or of blocks. A kept cast is its kernels and nothing else, with delayed scaling, too;
-where there are none, it is the operations of torch (`PlainCast`).
+With one scale, row scales or block scales. A planned cast consists of its kernels, with delayed scaling, too; without
+kernels, of the operations of torch (`PlainCast`).
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,17 @@ ALL_BLOCKS: dict[str, Block] = {"tensorwise": None, "rowwise": (1, 0), **BLOCKS}
 
 
 class ScaleState(Protocol):
-    """The state of delayed scaling of one tensorwise operand, or of one for each group: scalars are then [groups]."""
+    """Delayed-scaling state of one tensorwise operand, or of groups.
+
+    Scalars are then [groups].
+    """
 
     @property
     def always_ready(self) -> bool:
-        """Whether `scale` is the one to use, whatever the operand holds: amax and cast are then one pass."""
+        """True if `scale` applies to any operand.
+
+        Amax and cast are then one pass.
+        """
 
     @property
     def scale(self) -> torch.Tensor:
@@ -37,36 +43,41 @@ class ScaleState(Protocol):
 
     @property
     def must_fit(self) -> bool:
-        """Whether `scale` is used only where it fits the amax of the operand."""
+        """True if `scale` applies only if it fits the operand's amax."""
 
     def current(self, amax: torch.Tensor, record: bool, present: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the scale to use now for an operand of float32 scalar `amax`, and record it if asked to.
+        """Return the scale for an operand of `amax`, optionally recording it.
 
-        Of groups, those that are not `present`, bool [groups], are not recorded.
+        `amax` is a float32 scalar.
+
+        Groups that are not `present`, bool [groups], are not recorded.
         """
 
     def flagged(self, amax: torch.Tensor, record: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Record the amax of an operand, if asked to, and return `scale`, whether it is ready, and whether it is late.
+        """Optionally record an amax; return `scale`, ready and late.
 
-        The last two are bool scalars; None asks nothing.
+        The last two are bool scalars; None skips the check.
         """
 
     def pointers(self, record: bool) -> dict[str, torch.Tensor]:
-        """Return what kernels read of it and, with `record`, write, by the names of their arguments.
+        """Return the state's pointers for kernels, by argument name.
 
-        `scale_ptr` is the scale that is used whatever the operand holds. Without, `delayed_ptr` is the one to use where
-        `ready_ptr` is set.
+        They are written with `record` only.
+
+        `scale_ptr` is the scale for any operand. Without it, `delayed_ptr` is the scale if `ready_ptr` is set.
         """
 
 
 class PlainCast:
-    """The cast of tensors of one shape by torch's own operations, for tensors and devices without kernels.
+    """The cast of tensors of one shape without kernels.
+
+    By torch's own operations.
 
     Args:
         shape: Of the tensors.
         fmt: The format.
         policy: The rule for the scales.
-        block: What shares a scale.
+        block: Elements per scale.
 
     Attributes:
         shape: As given.
@@ -143,7 +154,10 @@ class TensorwiseCast:
         return self.by(x, given, state is not None and state.must_fit)
 
     def by(self, x: torch.Tensor, given: dict[str, torch.Tensor], fits: bool = False) -> Quantized:
-        """Cast a tensor whose amax is known by its int32 bits [1], `scale_ptr`, or as `ScaleState.pointers` says."""
+        """Cast a tensor whose amax or scale is known.
+
+        By its int32 amax bits [1], `scale_ptr`, or `ScaleState.pointers`.
+        """
         device, new = x.device, self._new
         names = *given, fits
         launch = self._casts.get(names)
@@ -174,7 +188,9 @@ class TensorwiseCast:
 
 
 class RowsCast:
-    """The launches that cast contiguous matrices [M, N], M % 4 == 0, with scales of rows, and of columns transposed.
+    """The launches of casts by rows, and by columns transposed.
+
+    Of contiguous matrices [M, N], M % 4 == 0.
 
     Two reads of the matrix.
 
@@ -200,7 +216,10 @@ class RowsCast:
         self._cast = plans().cast_both(m, n, name, fmt, fold=fold)
 
     def raw(self, x: torch.Tensor, fold: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """Return codes, those of the columns transposed, and scales into and back from FP8 of rows, then of columns."""
+        """Return both codes, and scales of rows, then columns.
+
+        Column codes are transposed; scales into and back from FP8.
+        """
         (m, n), device = self._sizes, x.device
         given = {"x_ptr": x} if fold is None else {"x_ptr": x, "fold_ptr": fold}
         keys = torch.zeros(m + n, dtype=torch.int32, device=device)
@@ -217,13 +236,18 @@ class RowsCast:
     def __call__(
         self, x: torch.Tensor, state: object = None, record: bool = False, fold: torch.Tensor | None = None
     ) -> Quantized:
-        """Cast a matrix; `fold` is float32 [N]. Nothing is known of earlier steps."""
+        """Cast a matrix; `fold` is float32 [N].
+
+        Earlier steps are not used.
+        """
         codes, transposed, _, scale_inv = self.raw(x, fold)
         return of_both(self._fmt, codes, transposed, *scale_inv.view(-1, 1).split(self._sizes))
 
 
 class TransposedRowsCast:
-    """The launch that casts contiguous matrices [M, N], M % 4 == 0, with scales of rows, and writes them both ways.
+    """The launch of a row-wise cast in both layouts.
+
+    Of contiguous matrices [M, N], M % 4 == 0.
 
     Args:
         shape: [..., M, N], of one or of a stack.
@@ -242,7 +266,10 @@ class TransposedRowsCast:
         self._launch = plans().rowwise_transposed(m, n, name_of(dtype), fmt, policy, self.shape[:-2].numel())
 
     def raw(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return codes [..., M, N], the same [..., N, M], and scales back from FP8 [..., M]."""
+        """Return codes [..., M, N] and [..., N, M], and scales back.
+
+        Scales are [..., M].
+        """
         codes, turned, scale_inv = _triton.launch(self._launch, x.device, x_ptr=x)
         if len(self.shape) == 2:
             return codes, turned, scale_inv
@@ -254,7 +281,9 @@ class TransposedRowsCast:
 
 
 class BlocksCast:
-    """The launch that casts contiguous matrices [M, N], M % 4 == 0, and their transposes, from one read.
+    """The launch of block casts of matrices and transposes.
+
+    Of contiguous matrices [M, N], M % 4 == 0, in one read.
 
     Args:
         shape: [M, N].
@@ -274,7 +303,7 @@ class BlocksCast:
         self._launch = plans().block_both(*shape, name_of(dtype), fmt, policy, square=block[0] != 1)
 
     def raw(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return codes, those of the transpose, and the scales back from FP8 of both as `_kernels.block_both` plans."""
+        """Return both codes and scales back, as `_kernels.block_both` plans."""
         return _triton.launch(self._launch, x.device, x_ptr=x)
 
     def __call__(self, x: torch.Tensor, state: object = None, record: bool = False) -> Quantized:
@@ -285,14 +314,14 @@ class BlocksCast:
 def of_both(
     fmt: Format, codes: torch.Tensor, transposed: torch.Tensor, scale_inv: torch.Tensor, turned_inv: torch.Tensor
 ) -> Quantized:
-    """Return what was cast with scales of rows, and transposed with scales of columns."""
+    """Return a `Quantized` with row scales, and column scales transposed."""
     return Quantized(codes, scale_inv, fmt, None, Quantized(transposed, turned_inv, fmt))
 
 
 def of_transposed_rows(
     fmt: Format, codes: torch.Tensor, transposed: torch.Tensor, scale_inv: torch.Tensor
 ) -> Quantized:
-    """Return what `TransposedRowsCast.raw` made: the transpose has the scales of its columns."""
+    """Return a `Quantized` of `TransposedRowsCast.raw`: the transpose has the scales of its columns."""
     return Quantized(codes, scale_inv[..., None], fmt, None, Quantized(transposed, scale_inv[..., None, :], fmt))
 
 
@@ -304,14 +333,14 @@ def of_blocks(
     scale_inv: torch.Tensor,
     turned_inv: torch.Tensor,
 ) -> Quantized:
-    """Return what `BlocksCast.raw` made."""
+    """Return a `Quantized` of `BlocksCast.raw`."""
     if block[0] == 1:  # as cuBLAS reads them
         scale_inv, turned_inv = scale_inv.t(), turned_inv.t()
     return Quantized(codes, scale_inv, fmt, block, Quantized(transposed, turned_inv, fmt, block))
 
 
 def has_both(x: torch.Tensor, *, stacks: bool = False) -> bool:
-    """Return whether there are kernels that cast x with scales of rows or blocks both ways."""
+    """Return whether kernels cast x by rows or blocks in both layouts."""
     return (x.ndim == 2 or (stacks and x.ndim == 3)) and x.is_contiguous() and x.numel() > 0 and x.shape[-2] % 4 == 0
 
 
@@ -321,10 +350,12 @@ KeptCast = PlainCast | TensorwiseCast | RowsCast | TransposedRowsCast | BlocksCa
 def kept_cast(
     x: torch.Tensor, shape: Sequence[int], cast: CastRecipe, *, fold: bool = False, same_codes: bool = False
 ) -> KeptCast | None:
-    """Return what casts contiguous matrices, both ways where kernels do; None where the cast is not decided.
+    """Return a planned cast of contiguous matrices, or None.
+
+    In both layouts if kernels support it.
 
     Args:
-        x: What the matrices are like, but for their shape.
+        x: An example of the matrices; its shape is not used.
         shape: [M, N]; a stack [..., M, N] where rows have scales, for the same codes.
         cast: How.
         fold: Whether rows are folded, where they have scales.
@@ -353,7 +384,10 @@ def kept_cast(
 def quantize_delayed(
     x: torch.Tensor, state: ScaleState, fmt: Format, policy: ScalePolicy, *, record: bool, both: bool
 ) -> Quantized | None:
-    """Return codes made with a scale of earlier steps, and the scales; None where no kernel does."""
+    """Return codes with a delayed scale, and scales, by kernel.
+
+    None if no kernel supports it.
+    """
     if not x.numel() or not takes(x, fmt, policy):
         return None
     both = both and x.ndim == 2 and x.is_contiguous()

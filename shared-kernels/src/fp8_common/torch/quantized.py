@@ -1,4 +1,4 @@
-"""`Quantized`: FP8 codes with their scales: what casts return, matmuls take and backwards keep."""
+"""`Quantized`: FP8 codes with scales, as casts return and matmuls use."""
 
 from typing import Any, NamedTuple
 
@@ -13,8 +13,8 @@ class Quantized(NamedTuple):
     """FP8 codes with their scales.
 
     As an operand of a matmul `a @ b.T`, the layout of FP8 hardware, it is a matrix whose contracted dimension is the
-    last. Of a stack of matrices, and of rows in groups (`grouped.RowGroups`), codes and scales have leading dimensions
-    of their own.
+    last. For a stack of matrices, and for rows in groups (`grouped.RowGroups`), codes and scales have additional
+    leading dimensions.
 
     Attributes:
         codes: float8 [rows, contracted], any strides.
@@ -36,7 +36,7 @@ class Quantized(NamedTuple):
     def t(self) -> "Quantized":
         """Return the matrix with its other dimension contracted.
 
-        Without `transposed` it is a view: scales must then be a scalar or those of square blocks.
+        Without `transposed` it is a view: scales must then be a scalar or square blocks' scales.
         """
         if self.transposed is not None:
             return self.transposed
@@ -46,7 +46,10 @@ class Quantized(NamedTuple):
 
     @property
     def expanded_scale_inv(self) -> torch.Tensor:
-        """The float32 scales back from FP8, broadcasting to the codes: those of blocks are repeated."""
+        """Return float32 scales back that broadcast to the codes.
+
+        Block scales are repeated.
+        """
         return self.scale_inv if self.block is None else expand_blocks(self.scale_inv, self.block, self.codes.shape)
 
     def dequantize(self) -> torch.Tensor:
@@ -55,6 +58,6 @@ class Quantized(NamedTuple):
 
 
 def transpose(x: torch.Tensor) -> torch.Tensor:
-    """Return a matrix, or each of a stack, with its last two dimensions exchanged, as a view."""
+    """Return the transposed matrix, or matrices of a stack, as a view."""
     # of a matrix not `mT`, which compilers trace as another operator than `t`, and save other tensors for
     return x.t() if x.ndim == 2 else x.mT

@@ -1,7 +1,7 @@
-"""Rounding to FP8 codes, and their values, in torch's own operations: what casts do where no kernel runs.
+"""Rounding to FP8 and decoding in torch operations, without kernels.
 
-The bits are those of `fp8_common.encode` and `decode`. Eager mode casts large tensors on a CPU in pieces and decodes
-codes in pairs; a compiler gets operations that it can fuse.
+The bits equal `fp8_common.encode` and `decode`. Eager mode casts large tensors on a CPU in pieces and decodes codes in
+pairs; a compiler gets operations that it can fuse.
 """
 
 import math
@@ -18,13 +18,16 @@ from fp8_common.torch.compat import FakeTensor
 from fp8_common.torch.numerics import amax_bits, as_float32, limited, to_uint8_codes, torch_dtype
 
 PIECE = 2**18
-"""Elements of a tensor that a thread of a CPU casts at a time: what lies between two passes then stays in its cache."""
+"""Elements of a tensor that a CPU thread casts at a time: intermediate results then stay in its cache."""
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tensor | None = None) -> torch.Tensor:
-    """Return RN_fmt(RN32(x * scale)) in the format's dtype; `amax` of all of `x`, where known, may save a pass."""
+    """Return RN_fmt(RN32(x * scale)) in the format's dtype.
+
+    `amax` of all of `x`, if known, may save a pass.
+    """
     if torch.compiler.is_compiling():
-        # nothing is added to the product, which compilers would contract
+        # nothing is added to the multiplication, which compilers would contract
         return cast(nan_where_infinite(as_float32(x)) * scale, fmt)
     scale = as_float32(scale, "scale")
     finite, fits = amax is not None and _known_finite(amax), _broadcasts_to(scale, x)
@@ -40,7 +43,10 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tens
 
 
 def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> torch.Tensor:
-    """Return `x * scale` rounded up or down at random, in the format's dtype; float32 `scale` broadcasts to `x`."""
+    """Return `x * scale` rounded at random, in the format's dtype.
+
+    float32 `scale` broadcasts to `x`.
+    """
     return cast_stochastic(nan_where_infinite(as_float32(x)) * as_float32(scale, "scale"), fmt, random_bits)
 
 
@@ -48,13 +54,16 @@ def _in_range(x: torch.Tensor, scale: torch.Tensor, fmt: Format, finite: bool, f
     value = as_float32(x)
     if not finite:
         value = nan_where_infinite(value)
-    # In place where the result has the shape of x (`fits`): another buffer costs more than the product.
+    # In place if the result has the shape of x (`fits`): another buffer costs more than the multiplication.
     product = value.mul_(scale) if fits and value is not x else value * scale
     return product.clamp_(-fmt.max, fmt.max)  # for why see `cast`
 
 
 def _pieces(x: torch.Tensor, fits: bool) -> int:
-    """Return in how many pieces along its first dimension `x` is cast: several of a large tensor on a CPU."""
+    """Return the number of pieces of `x` for a cast.
+
+    Several for a large tensor on a CPU.
+    """
     if x.device.type != "cpu" or x.ndim == 0 or isinstance(x, FakeTensor) or not x.is_contiguous():
         return 1
     if not fits or (x.requires_grad and torch.is_grad_enabled()):
@@ -63,13 +72,16 @@ def _pieces(x: torch.Tensor, fits: bool) -> int:
 
 
 def _broadcasts_to(scale: torch.Tensor, x: torch.Tensor) -> bool:
-    # not asked of `torch.broadcast_shapes`, which enters about 50 Python functions
+    # not from `torch.broadcast_shapes`, which calls about 50 Python functions
     aligned = zip(reversed(scale.shape), reversed(x.shape), strict=False)
     return scale.ndim <= x.ndim and all(own in (1, size) for own, size in aligned)
 
 
 def _known_finite(amax: torch.Tensor) -> bool:
-    """Return whether every amax is finite; False also where the answer would have to wait for a device."""
+    """Return whether every amax is finite.
+
+    False also if the host would wait for a device.
+    """
     if amax.device.type != "cpu" or isinstance(amax, FakeTensor):
         return False
     # `max` keeps NaN, and takes two small operators where `isfinite().all()` takes eight.
@@ -79,7 +91,7 @@ def _known_finite(amax: torch.Tensor) -> bool:
 def nan_where_infinite(x: torch.Tensor) -> torch.Tensor:
     """Return float32 `x` with NaN for infinity.
 
-    Casts do so before they multiply by a scale: a finite number whose product overflows saturates.
+    Casts do so before they multiply by a scale: a finite number that overflows there saturates.
     """
     if torch.compiler.is_compiling():
         return torch.where(amax_bits(x) == INF_KEY, torch.nan, x)
@@ -88,14 +100,17 @@ def nan_where_infinite(x: torch.Tensor) -> torch.Tensor:
 
 
 def cast(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Round float32 `x` to the format's dtype: nearest even, saturating, infinity too; NaN stays NaN."""
+    """Round float32 `x` to nearest even in the format's dtype.
+
+    Saturating, infinity too; NaN stays NaN.
+    """
     # Limited, because versions of torch differ on overflow: e4m3 saturates in 2.13 and not in 2.11, e5m2 becomes
     # infinite in both.
     return limited(x, -fmt.max, fmt.max).to(torch_dtype(fmt))
 
 
 def cast_stochastic(x: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> torch.Tensor:
-    """Round float32 `x` up or down at random; see `fp8_common.encode_stochastic` for the rule.
+    """Round float32 `x` at random; see `fp8_common.encode_stochastic`.
 
     Raises:
         Fp8Error: `random_bits` is neither int32 nor uint32, or has another shape.
@@ -115,18 +130,23 @@ def cast_stochastic(x: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> 
     upper_bits = (random_bits.view(torch.int32) >> 9) & 0x7FFFFF
     threshold = (upper_bits.float() * 2 + 1) * 2.0**-24
     rounded = (below + (threshold < grid - below)) * _power_of_2(exponent - fmt.mantissa_bits)
-    # NaN has no binade, so what was computed for it is meaningless.
+    # NaN has no binade, so its result here is meaningless.
     rounded = torch.where(torch.isnan(x), x, torch.copysign(rounded, x))
     return cast(rounded, fmt)
 
 
 def _power_of_2(exponent: torch.Tensor) -> torch.Tensor:
-    """Return 2^exponent as float32, built from its bits; the exponent must be in [-126, 127]."""
+    """Return 2^exponent as float32, from bits.
+
+    The exponent must be in [-126, 127].
+    """
     return ((exponent + 127) << 23).view(torch.float32)
 
 
 def values(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the value of every code in `dtype`; on a CPU by table look-up, several times faster than torch's own cast.
+    """Return the value of every code in `dtype`.
+
+    On a CPU by table look-up, several times faster than torch's own cast.
 
     Args:
         codes: uint8 or the format's dtype, any shape.
@@ -148,7 +168,10 @@ def values(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32)
 
 @cache
 def values_table(fmt: Format, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the 256 values of a format in `dtype` on `device`; exact in float32, and in bfloat16 but for E8M0's 0."""
+    """Return a format's 256 values in `dtype` on `device`.
+
+    Exact in float32, and in bfloat16 except for E8M0's 0.
+    """
     # Made by NumPy: the table is cached, so a default device or a tensor mode that is active now must not shape it.
     table = torch.from_numpy(decode(np.arange(256, dtype=np.uint8), fmt))
     return table.to(dtype=dtype, device=device)
@@ -156,7 +179,10 @@ def values_table(fmt: Format, dtype: torch.dtype, device: torch.device) -> torch
 
 @cache
 def pairs_table(fmt: Format, dtype: torch.dtype) -> torch.Tensor:
-    """Return the two values of every two codes, as one integer of their size: half as many look-ups."""
+    """Return the values of code pairs as integers.
+
+    Of their size: half as many look-ups.
+    """
     two = torch.from_numpy(np.arange(2**16, dtype=np.uint16).view(np.uint8)).int()
     pairs = torch.index_select(values_table(fmt, dtype, torch.device("cpu")), 0, two)
     return pairs.view(torch.int32 if dtype.itemsize == 2 else torch.int64)

@@ -1,1 +1,1 @@
-"""What the PyTorch plugins share of layers: FP8 linear functions, sharded weights, and the export of weights."""
+"""Shared by the PyTorch plugins: FP8 linear functions, sharding, export."""

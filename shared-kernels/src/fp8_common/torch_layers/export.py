@@ -1,4 +1,6 @@
-"""FP8 weights as inference engines read them: tensors under the engines' names, and `quantization_config`.
+"""Export FP8 weights for inference engines.
+
+Tensors under the engines' names, and `quantization_config`.
 
 The tensors are a plain state dict, which `torch.distributed.checkpoint` writes in Hugging Face's format from all ranks.
 Codes are E4M3, and stored scales multiply them back to values. Sources: compressed-tensors 0.20
@@ -24,12 +26,12 @@ from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
 
 Layout = Literal["compressed-tensors", "deepseek"]
 
-# What follows the name of a weight in the name of its scales.
+# Suffix of the name of a weight's scales.
 _SUFFIXES = {"compressed-tensors": "_scale", "deepseek": "_scale_inv"}
 
 _BLOCKS = ScaleGrid(CastRecipe(granularity="blockwise_128x128"))
 
-# The strategy of weights and that of activations, as compressed-tensors names them.
+# Strategies of weights and activations, as compressed-tensors names them.
 _STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tensorwise": ({"strategy": "tensor"}, {"strategy": "tensor"}),
     "rowwise": ({"strategy": "channel"}, {"strategy": "token"}),
@@ -48,7 +50,9 @@ def serving_state_dict(
     *,
     delayed: Mapping[str, ScaleState] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model with FP8 weights and their scales. All ranks call it; nothing is gathered.
+    """Return a model's tensors with FP8 weights and scales.
+
+    All ranks call it; nothing is gathered.
 
     Args:
         model: Whole, or sharded as DTensors; its weights are float32, bfloat16 or float16.
@@ -58,9 +62,9 @@ def serving_state_dict(
         delayed: The state of delayed scaling of the weights that have it, by the layers' names.
 
     Returns:
-        By the names of `model.state_dict()`: float8_e4m3fn codes [rows, columns], DTensors where the weights are; their
-        float32 scales, [1], [rows, 1] or one for each block, whole on each rank; other tensors as they are. Of tied
-        tensors there is the first name alone.
+        By the names of `model.state_dict()`: float8_e4m3fn codes [rows, columns], DTensors if the weights are; their
+        float32 scales, [1], [rows, 1] or one for each block, whole on each rank; other tensors unchanged. Tied tensors
+        have only the first name.
 
     Raises:
         Fp8Error: The layout is unknown or cannot express a cast, or a tensor is one that cannot be written.
@@ -90,7 +94,9 @@ def serving_state_dict(
 
 
 def quantization_config(model: nn.Module, casts: Mapping[str, CastRecipe], layout: Layout) -> dict[str, Any]:
-    """Return what "quantization_config" in `config.json` has to be for the tensors of `serving_state_dict`.
+    """Return "quantization_config" for `config.json`.
+
+    It describes the tensors of `serving_state_dict`.
 
     Args:
         model: As there.
@@ -98,7 +104,7 @@ def quantization_config(model: nn.Module, casts: Mapping[str, CastRecipe], layou
         layout: As there.
 
     Returns:
-        What JSON can carry. Layers without a cast are named as those that stay in high precision.
+        A dictionary for JSON. Layers without a cast are listed as high-precision layers.
 
     Raises:
         Fp8Error: The layout is unknown or cannot express a cast.
@@ -181,7 +187,7 @@ def _check_writable(state: Mapping[str, Any]) -> None:
                 "Register it as a buffer with persistent=False, or as floating-point numbers."
             )
         if tensor.ndim == 0:
-            # consolidation writes 0 in the place of a scalar, without a word
+            # consolidation silently writes 0 instead of a scalar
             raise Fp8Error(
                 f"{name} is a scalar, in whose place torch.distributed.checkpoint writes 0 in Hugging Face's format. "
                 "Give it the shape [1]."
@@ -189,7 +195,7 @@ def _check_writable(state: Mapping[str, Any]) -> None:
 
 
 def _scale(name: str, grid: ScaleGrid, amax: torch.Tensor, state: ScaleState | None) -> torch.Tensor:
-    """Return the float32 scales of a weight, those that its next forward would use."""
+    """Return a weight's float32 scales for its next forward."""
     cast = grid.cast
     if cast.static_scale is not None:
         return torch.full((), cast.static_scale, dtype=torch.float32, device=amax.device)
@@ -204,7 +210,7 @@ def _scale(name: str, grid: ScaleGrid, amax: torch.Tensor, state: ScaleState | N
 
 
 def _like(weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a tensor that is distributed as `weight` is."""
+    """Return the local part of a tensor distributed like `weight`."""
     if not isinstance(weight, DTensor):
         return local
     mesh, placements = weight.device_mesh, weight.placements

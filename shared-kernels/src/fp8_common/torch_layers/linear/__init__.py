@@ -1,1 +1,1 @@
-"""FP8 linear layers: how they are configured, their operands, the matmuls, and the differentiable function."""
+"""FP8 linear layers: configuration, operands, matmuls, and differentiable function."""

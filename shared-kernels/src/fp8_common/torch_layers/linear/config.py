@@ -1,4 +1,4 @@
-"""`LinearConfig`: what every FP8 linear layer of the PyTorch plugins is configured with, whatever its weight is."""
+"""`LinearConfig`: settings of every FP8 linear layer of the PyTorch plugins."""
 
 import dataclasses
 from typing import ClassVar, Literal, NamedTuple, get_args
@@ -8,14 +8,14 @@ from fp8_common.hardware import GroupedMatmuls
 from fp8_common.recipe import RECIPES, CastRecipe, Recipe, get_recipe
 
 OPERANDS = ("input", "weight", "grad_output", "input_for_grad_weight", "grad_output_for_grad_weight")
-"""The casts of a recipe that the layers honour."""
+"""Casts of a recipe that the layers support."""
 
 GRANULARITIES = {
     "input": ("tensorwise", "rowwise", "blockwise_1x128", "mx"),
     "weight": ("tensorwise", "rowwise", "blockwise_128x128", "mx"),
     "grad_output": ("tensorwise", "rowwise", "blockwise_1x128", "mx"),
 }
-"""What each operand can be cast with."""
+"""Supported casts of each operand."""
 
 TRAINED = [name for name, recipe in RECIPES.items() if recipe.weight.granularity in GRANULARITIES["weight"]]
 """The names of the recipes that these layers know."""
@@ -23,16 +23,16 @@ TRAINED = [name for name, recipe in RECIPES.items() if recipe.weight.granularity
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GemmConfig:
-    """How the three matmuls run on FP8 hardware.
+    """Settings of the three matmuls on FP8 hardware.
 
     Attributes:
         fast_accum_output: Accumulate the forward matmul with fewer bits (faster on Hopper).
         fast_accum_grad_input: The same for the gradient of the input. None: for stacks of experts alone, whose narrow
             matmuls reach a quarter of the rate on an H100 without it.
         fast_accum_grad_weight: The same for the gradient of the weight.
-        grouped: What multiplies the rows of experts on compute capability 9.0: "library" is torch's grouped matmul,
-            "own" Triton kernels that take E5M2 gradients too and never ran on a GPU, "table" those where they were
-            measured to be faster (`fp8_common.hardware.OWN_GROUPED`), which is nowhere yet.
+        grouped: Implementation of grouped matmuls of experts on compute capability 9.0: "library" is torch's grouped
+            matmul, "own" Triton kernels that support E5M2 gradients too and never ran on a GPU, "table" the kernels
+            where they were measured to be faster (`fp8_common.hardware.OWN_GROUPED`), which is nowhere yet.
 
     Raises:
         Fp8Error: `grouped` is another word.
@@ -44,13 +44,13 @@ class GemmConfig:
     grouped: GroupedMatmuls = "table"
 
     def __post_init__(self) -> None:
-        """Refuse unknown choices."""
+        """Raise for unknown choices."""
         if self.grouped not in get_args(GroupedMatmuls):
             raise Fp8Error(f'grouped must be "table", "library" or "own", got {self.grouped!r}.')
 
 
 class SharedCasts(NamedTuple):
-    """Which casts of a linear layer serve two of its three matmuls.
+    """Casts of a linear layer that serve two of its matmuls.
 
     Attributes:
         folds: Rows of the weight have their own scales, which the backward folds into the gradient before its cast.
@@ -70,11 +70,11 @@ class SharedCasts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LinearConfig:
-    """How linear layers compute in FP8.
+    """Settings of FP8 linear layers.
 
     Attributes:
-        recipe: How activation, weight and gradient are cast: a name, a `Recipe`, or what `Recipe.to_dict` returned;
-            the attribute is always the `Recipe`.
+        recipe: Casts of activation, weight and gradient: a name, a `Recipe`, or a result of `Recipe.to_dict`; the
+            attribute is always the `Recipe`.
         gemms: How the matmuls run on FP8 hardware.
         pad_inner_dim: Pad contracted dimensions, and columns of the result, to multiples of 16 for FP8 hardware.
         emulate: "auto" decodes and multiplies in high precision where the device has no FP8 matmuls, with one
@@ -87,14 +87,14 @@ class LinearConfig:
         shared: Which casts serve two matmuls; follows from the recipe.
 
     Raises:
-        Fp8Error: A recipe that is unknown, or that these layers cannot honour.
+        Fp8Error: A recipe that is unknown, or that these layers do not support.
     """
 
     weight_scalings: ClassVar[tuple[str, ...]] = ("dynamic", "delayed", "static")
     """The scalings that a weight can have."""
 
     hint: ClassVar[str] = ""
-    """What refusals of a recipe end with."""
+    """Last sentence of errors about a recipe."""
 
     recipe: Recipe = RECIPES["tensorwise"]
     gemms: GemmConfig = dataclasses.field(default_factory=GemmConfig)
@@ -105,7 +105,7 @@ class LinearConfig:
     shared: SharedCasts = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Look the recipe up, and refuse what has no matmuls."""
+        """Look the recipe up; raise for unsupported matmuls."""
         if self.emulate not in ("auto", True, False):
             raise Fp8Error(f'emulate must be "auto", True or False, got {self.emulate!r}.')
         if isinstance(self.recipe, str) and self.recipe not in RECIPES:
@@ -153,30 +153,32 @@ class LinearConfig:
 
     @property
     def input(self) -> CastRecipe:
-        """How the activation is cast."""
+        """Cast of the activation."""
         return self.recipe.input
 
     @property
     def weight(self) -> CastRecipe:
-        """How the weight is cast."""
+        """Cast of the weight."""
         return self.recipe.weight
 
     @property
     def grad_output(self) -> CastRecipe:
-        """How the gradient of the output is cast."""
+        """Cast of the output gradient."""
         return self.recipe.grad_output
 
     @property
     def row_codes_obstacle(self) -> str:
-        """Why rows cannot arrive as FP8 codes with a scale of each row; empty if they can.
+        """Reason why rows as FP8 codes are not supported, or "".
+
+        Codes have a scale of each row.
 
         The weight's gradient of such rows is defined on the columns of the decoded rows: with scales that are powers of
-        two the second cast rounds nothing but what underflows.
+        two the second cast only rounds underflow.
         """
         return _row_codes_obstacle(self.recipe)
 
     def check_row_codes(self, name: str) -> None:
-        """Raise if `name` cannot take rows that arrive as FP8 codes.
+        """Raise if `name` does not support rows as FP8 codes.
 
         Raises:
             Fp8Error: If there is a `row_codes_obstacle`.
@@ -189,7 +191,7 @@ class LinearConfig:
 
     @property
     def grad_weight_casts(self) -> tuple[CastRecipe, CastRecipe]:
-        """The casts of gradient and activation in the matmul that makes the weight's gradient."""
+        """Casts of gradient and activation in the weight gradient's matmul."""
         recipe = self.recipe
         return recipe.grad_output_for_grad_weight or self.grad_output, recipe.input_for_grad_weight or self.input
 

@@ -1,8 +1,10 @@
-"""The three FP8 matmuls of a linear layer, y = x w^T, dx = dy w, dw = dy^T x, as one differentiable function.
+"""The FP8 matmuls of a linear layer as one differentiable function.
+
+y = x w^T, dx = dy w, dw = dy^T x.
 
 With offsets of groups the same function multiplies rows in groups by a stack of weights, one for each group: the
-layers of a mixture of experts. A layer says once what it brings (`LinearSpec`); what the matmuls are made of, what the
-backward saves, and which casts serve twice is the same for all layers.
+layers of a mixture of experts. A layer provides its settings once (`LinearSpec`); operands, saved tensors and shared
+casts are the same for all layers.
 """
 
 import dataclasses
@@ -29,22 +31,25 @@ from fp8_common.torch_layers.sharding.gathered import GatheredWeight, apart, rec
 
 
 class Gather(Protocol):
-    """How a layer that holds a part of its weight has the whole one for each matmul.
+    """Gathers the whole weight for each matmul of a layer with shards.
 
-    The methods come in pairs, so that a matmul can run while something is on its way.
+    The methods come in pairs, so that a matmul can overlap with communication.
     """
 
     def send(self, weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the tensors that this rank contributes; the backward gets them again."""
 
     def start(self, sent: tuple[torch.Tensor | None, ...], grad: torch.Tensor | None) -> Any:
-        """Start to gather what `send` returned; `grad` is what the backward has reached, None in the forward."""
+        """Start gathering the result of `send`.
+
+        `grad` is the gradient that the backward has reached, None in the forward.
+        """
 
     def finish(self, started: Any, record: bool) -> Quantized:
-        """Return the whole weight; `record` says whether delayed scaling observes it."""
+        """Return the whole weight; delayed scaling observes it if `record`."""
 
     def start_reduce(self, grad_weight: torch.Tensor) -> Any:
-        """Start to bring the gradient of the weight to the ranks that hold it."""
+        """Start reducing the weight's gradient to the ranks that hold it."""
 
     def finish_reduce(self, started: Any) -> torch.Tensor:
         """Return the gradient of the part that this rank holds."""
@@ -52,20 +57,22 @@ class Gather(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LinearSpec:
-    """What one layer brings to its matmuls. Layers make it once: compiled code depends on the object.
+    """Static settings of a layer's matmuls.
+
+    Layers make it once: compiled code depends on the object.
 
     Attributes:
         config: How to cast and multiply.
         weight: Called with (weight, record, both), returns the operand [..., out_features, in_features] of a weight in
-            any of its states; `record` says whether delayed scaling observes it, `both` whether its transpose serves.
-        name: What errors call the layer.
+            any of its states; `record`: whether delayed scaling observes it, `both`: whether its transpose is needed.
+        name: The layer's name in errors.
         transposed: The weight is stored as [..., in_features, out_features], and so is its gradient.
         input_scale: The state of delayed scaling of the input; None without it.
         grad_scale: The same of the output's gradient.
-        gather: How the whole weight is had; None where it is at hand.
+        gather: Gathers the whole weight; None if it is available.
         watch: Called with "input" or "grad_output", a matrix [rows, columns] and its operand; None costs nothing. Rows
             in groups are not shown.
-        plans: What was decided, by shape, dtype and device of the input.
+        plans: Decisions by shape, dtype and device of the input.
     """
 
     config: LinearConfig
@@ -92,7 +99,7 @@ def fp8_linear(
 
     Args:
         x: [..., in_features], float32, bfloat16 or float16; under autocast it is converted first. Rows in groups may be
-            `RowCodes`, which are multiplied as they are.
+            `RowCodes`, which are multiplied directly.
         weight: [out_features, in_features], in any state that `spec.weight` takes, or a part that `spec.gather`
             gathers.
         spec: The layer.
@@ -107,8 +114,8 @@ def fp8_linear(
         [..., out_features] in the dtype of `x`; gradients have the dtypes of `x` and `weight`.
 
     Raises:
-        Fp8Error: `x` is no tensor or a scalar, its last dimension is not that of the weight, the offsets do not fit,
-            MX blocks do not divide the sizes, or rows arrive as codes that the recipe cannot take.
+        Fp8Error: `x` is no tensor or a scalar, its last dimension differs from the weight's, the offsets do not fit, MX
+            blocks do not divide the sizes, or the recipe does not support rows as codes.
         Fp8UnsupportedError: `torch.func` transforms the layer, or `emulate` is False and the device has no FP8.
     """
     check(x, weight, spec, offsets)
@@ -128,7 +135,7 @@ def autocast(x: torch.Tensor) -> torch.Tensor:
 
 
 def check(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec, offsets: torch.Tensor | None) -> None:
-    """Refuse what `fp8_linear` does not take; see there."""
+    """Raise for invalid arguments of `fp8_linear`; see there."""
     if not isinstance(x, torch.Tensor):
         raise Fp8Error(f"{spec.name} expects a tensor as input, got {type(x).__name__}.")
     if in_function_transform():
@@ -148,7 +155,10 @@ def check(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec, offsets: torc
 
 
 def _check_blocks(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec) -> None:
-    """Refuse sizes that MX blocks do not divide; each of the three is contracted in one of the matmuls."""
+    """Raise for sizes that MX blocks do not divide.
+
+    Each of the three is contracted in one of the matmuls.
+    """
     sizes = {"in_features": weight.shape[1], "out_features": weight.shape[0]}
     if torch.is_grad_enabled() and weight.requires_grad and spec.config.grad_weight_casts[0].enabled:
         sizes["tokens"] = x.numel() // max(weight.shape[1], 1)
@@ -161,7 +171,7 @@ def _check_blocks(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec) -> No
 
 
 def plan_of(spec: LinearSpec, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None) -> LinearPlan:
-    """Return what is decided for inputs like x."""
+    """Return the decisions for inputs like x."""
     if torch.compiler.is_compiling():
         return decide(spec.config, x, 0, weight.dtype, casts_rows=False, grouped=offsets is not None, compiled=True)
     out_features = weight.shape[-1 if spec.transposed else -2]
@@ -192,7 +202,7 @@ class _Linear(torch.autograd.Function):
         plan = plan_of(spec, x, weight, offsets)
         # The weight itself and not its codes: FSDP2 may free and refill it before the backward.
         sent = (weight,) if gather is None else gather.send(weight)
-        # Before the cast of the input, so that a gather of the weight runs beside it.
+        # Before the cast of the input, so that a gather of the weight overlaps with it.
         started = None if gather is None else gather.start(sent, None)
         matrix = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         rows = ROWS if offsets is None else RowGroups(offsets, matrix.shape[0])
@@ -206,8 +216,8 @@ class _Linear(torch.autograd.Function):
         w_operand = rows.checked(w_operand) if rows.grouped else w_operand
         saved = saved_input(config, matrix, x_operand, rows) if needs_weight else None
         kept, ctx.weight = remember(weight, w_operand, needed=needs_x, keep=keep_codes, compiled=plan.compiled)
-        # Tensors go through autograd, which notices writes to them and lets checkpoints and offloading take them;
-        # everything else stays on the context.
+        # Tensors go through autograd, which detects writes to them and supports checkpoints and offloading; everything
+        # else stays on the context.
         saved_tensors, ctx.saved = apart(saved)
         ctx.save_for_backward(offsets, *kept, *saved_tensors, *sent)
         ctx.plan, ctx.spec, ctx.record, ctx.shape = plan, spec, record, x.shape
@@ -220,7 +230,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         spec: LinearSpec = ctx.spec
         config, gather, plan = spec.config, spec.gather, ctx.plan
-        # once: checkpoints let it be read once only
+        # once: checkpoints allow a single read
         offsets, mark, weight, weight_inv, saved, saved_inv, *sent = ctx.saved_tensors
         weight = recall(ctx.weight, (mark, weight, weight_inv), spec.name)
         saved = together(saved, saved_inv, ctx.saved)
@@ -230,7 +240,7 @@ class _Linear(torch.autograd.Function):
         rows = ROWS if offsets is None else RowGroups(offsets, matrix.shape[0])
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         needs_gather = needs_x and weight is None
-        # The weight is on its way during the other matmul, and its gradient during this one.
+        # The gather of the weight overlaps with the other matmul, and its gradient's reduction with this one.
         started = gather.start(tuple(sent), grad) if needs_gather and gather is not None else None
 
         def whole_weight() -> Quantized:
@@ -275,7 +285,10 @@ def _quantize(
     record: bool,
     both: bool,
 ) -> Quantized:
-    """Quantize a matrix [rows, contracted] as "input" or "grad_output", and show it to who watches."""
+    """Quantize a matrix as "input" or "grad_output", and notify the watcher.
+
+    The matrix is [rows, contracted].
+    """
     delayed = spec.input_scale if name == "input" else spec.grad_scale
     if decided is not None and x.shape == decided.shape and x.is_contiguous() and not isinstance(x, GatheredWeight):
         operand = decided(x, delayed, record)
@@ -307,7 +320,9 @@ def _quantize_folded(
 def saved_input(
     config: LinearConfig, x: torch.Tensor, operand: Quantized, rows: UngroupedRows
 ) -> torch.Tensor | Quantized:
-    """Return what the weight's gradient needs of the input [rows, columns]: an operand over rows, or the input.
+    """Return the saved input for the weight's gradient.
+
+    An operand over rows, or the input [rows, columns].
 
     Where that gradient is computed in high precision, `fp8_saved_input` keeps the operand of the output instead.
     """
@@ -323,7 +338,7 @@ def saved_input(
 
 def transposed_weight(config: LinearConfig, weight: Quantized) -> Quantized:
     """Return a weight as the gradient of the input contracts it."""
-    if config.weight.granularity == "mx":  # blocks lie along what is contracted, and only one plane was gathered
+    if config.weight.granularity == "mx":  # blocks are along the contracted dimension, and only one plane was gathered
         return quantize_operand(transpose(weight.dequantize()), config.weight)
     return weight.t()
 
@@ -336,7 +351,10 @@ def _grad_input(
     options: MatmulOptions,
     rows: UngroupedRows,
 ) -> torch.Tensor:
-    """Return dx = dy w [M, K] of a weight as `_transposed`; row scales are folded into dy [M, N] before its cast."""
+    """Return dx = dy w [M, K] of a weight as `_transposed`.
+
+    Row scales are folded into dy [M, N] before its cast.
+    """
     if spec.config.shared.folds:
         # dx = sum over n of dy[m, n] * s[n] * codes[n, k]: the scale of a row of w belongs to the dimension that is
         # contracted here, where no FP8 matmul can apply it.
@@ -355,9 +373,12 @@ def _grad_weight(
     options: MatmulOptions,
     rows: UngroupedRows,
 ) -> torch.Tensor:
-    """Return dw = dy^T x [N, K], contracted over the rows; in high precision where the recipe says so."""
+    """Return dw = dy^T x [N, K], contracted over the rows.
+
+    In high precision if the recipe disables the casts.
+    """
     if config.shared.wide_grad_weight:
-        # Disabled means for both operands: `Recipe` refuses a matmul of one.
+        # Disabled means for both operands: `Recipe` does not allow a matmul of one.
         wide = x.dequantize() if isinstance(x, Quantized) else x
         return rows.matmul_wide(grad, wide.to(grad.dtype)).to(options.out_dtype)
     x = x if isinstance(x, Quantized) else rows.quantize_over_rows(x, config.grad_weight_casts[1])
@@ -371,5 +392,8 @@ def _grad_weight(
 
 
 def _reshaped(matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Give a fresh matrix its final shape without making it a view: FSDP2 warns of modules that return views."""
+    """Give a new matrix its final shape without a view.
+
+    FSDP2 warns of modules that return views.
+    """
     return torch.ops.aten._unsafe_view.default(matrix, shape)

@@ -1,7 +1,7 @@
-"""`fp8_gated_mlp`: the MLP of experts, down(silu(gate) * up), as one differentiable function with row-wise scales.
+"""`fp8_gated_mlp`: experts' down(silu(gate) * up) as one differentiable function.
 
 Between its matmuls are FP8 codes alone: the activation is cast where it is computed, the gradients of gate and up too,
-and of the hidden values gate and up are saved, no activation. Codes and results are those of `fp8_linear` around
+and of the hidden values gate and up are saved, no activation. Codes and results equal `fp8_linear` around
 `fp8_common.silu_mul` and its gradient, which `fp8_common.silu_mul_backward` defines.
 """
 
@@ -33,7 +33,7 @@ LONGEST_ROW = 16384
 
 
 def gates_in_one(config: LinearConfig) -> bool:
-    """Return whether a recipe casts all that a gated MLP casts alike, with dynamic scales of rows."""
+    """Return whether a recipe uses one dynamic row-wise cast everywhere."""
     recipe = config.recipe
     made = (recipe.input, recipe.grad_output, *config.grad_weight_casts)
     alike = all((one.format, one.policy) == (recipe.input.format, recipe.input.policy) for one in made)
@@ -41,7 +41,9 @@ def gates_in_one(config: LinearConfig) -> bool:
 
 
 def takes_gated(x: Any, weights: Sequence[torch.Tensor], specs: Sequence[LinearSpec]) -> bool:
-    """Return whether `fp8_gated_mlp` computes an MLP; otherwise `fp8_linear` does, one matmul after the other.
+    """Return whether `fp8_gated_mlp` supports an MLP.
+
+    Otherwise `fp8_linear` computes it, one matmul after the other.
 
     Args:
         x: The input, after autocast.
@@ -70,7 +72,9 @@ def fp8_gated_mlp(
     record: bool,
     keep_codes: Sequence[bool],
 ) -> torch.Tensor:
-    """Return down(silu(gate) * up) of rows in groups, in FP8. It can be differentiated once.
+    """Return down(silu(gate) * up) of grouped rows in FP8.
+
+    It can be differentiated once.
 
     Args:
         x: bfloat16 [rows, in_features], sorted by expert, or `RowCodes`.
@@ -103,7 +107,10 @@ def fp8_gated_mlp(
 
 
 class _GatedMlp(torch.autograd.Function):
-    """The matmuls and what is between them; tensors first, but for the weights, of which there are two or three."""
+    """Matmuls of the MLP and the activation.
+
+    Arguments are tensors first, except the weights, of which there are two or three.
+    """
 
     @staticmethod
     def forward(
@@ -143,7 +150,7 @@ class _GatedMlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         specs, config, plan = ctx.specs, ctx.specs[0].config, ctx.plan
-        # once: checkpoints let it be read once only
+        # once: checkpoints allow a single read
         offsets, gate, up, saved, saved_inv, *others = ctx.saved_tensors
         weights, needs_weights = others[3 * len(specs) :], ctx.needs_input_grad[5]
         grad = decoded_rows(grad) if isinstance(grad, RowCodes) else grad
@@ -216,7 +223,7 @@ def _rows_by_kernel(
 def gated_rows(
     gate: torch.Tensor, up: torch.Tensor | None, fmt: Format, policy: ScalePolicy
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes of the rows of silu(gate) * up, and their scales back from FP8.
+    """Return row codes of silu(gate) * up, and scales back.
 
     Args:
         gate: bfloat16 [rows, hidden]; or gate and up, [rows, 2 hidden], contiguous.
@@ -277,13 +284,15 @@ def gated_back(
     fmt: Format,
     policy: ScalePolicy,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the codes of the gradients of gate and up by rows and by columns, and of the activation by columns.
+    """Return codes of both gradients and of the activation.
+
+    Gradients by rows and by columns, the activation by columns.
 
     Args:
         gate: As of `gated_rows`.
         up: Alike.
         grad: The activation's gradient, bfloat16 [rows, hidden].
-        fold: float32 [groups, hidden], or of gate and up, [groups, 2 hidden]: what rows are multiplied by first.
+        fold: float32 [groups, hidden], or of gate and up, [groups, 2 hidden]: factors of the rows.
         up_fold: [groups, hidden], or None.
         group: `GroupOffsets.of_row`.
         source: `GroupOffsets.source`.

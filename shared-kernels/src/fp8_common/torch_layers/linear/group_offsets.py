@@ -1,4 +1,4 @@
-"""`GroupOffsets`: where groups of rows lie; and operations on segments of rows that look at their values.
+"""`GroupOffsets`: layout of row groups; and operations on segments of rows.
 
 They are operators to compilers, and none waits for a GPU. A segment is a run of consecutive rows, int32 [rows], never
 falling.
@@ -25,19 +25,20 @@ from fp8_common.torch.numerics import (
 BLOCK = 128
 """The rows that share scales in a matmul contracted over rows, with scales of blocks."""
 PADDED = 16
-"""What divides the rows of each group in a matmul contracted over rows, as the hardware wants contracted dimensions."""
+"""Divides the rows of each group in a matmul contracted over rows, as the hardware requires of contracted dimensions.
+"""
 
 
 class GroupOffsets:
     """Consecutive groups of rows, of which each group's end is given.
 
     Args:
-        offsets: int32 or int64 [groups], on the device of the rows: the index behind each group's last row. They never
-            fall; a group whose offset is that of the group before it is empty.
+        offsets: int32 or int64 [groups], on the device of the rows: the index after each group's last row. They never
+            fall; a group is empty if its offset equals the previous one's.
         rows: The number of rows, at least the last offset.
 
     Attributes:
-        given: The offsets as they were given.
+        given: The offsets in their original form.
         offsets: The same, made to fit where the host cannot look at them: at others, kernels of torch end the process.
         count: The number of groups.
     """
@@ -54,13 +55,13 @@ class GroupOffsets:
 
     @property
     def known_on_host(self) -> bool:
-        """Whether the host looks at what the offsets hold without waiting (`check_offsets`)."""
+        """True if the host reads the offsets without waiting (`check_offsets`)."""
         return self.given.device.type == "cpu"
 
     # no `cached_property`: compilers do not follow its lock
     @property
     def of_row(self) -> torch.Tensor:
-        """int32 [rows]: the group of each row, `count` for rows behind the last one."""
+        """int32 [rows]: each row's group, `count` after the last."""
         if self._of_row is None:
             rows = torch.arange(self.rows, dtype=self.offsets.dtype, device=self.offsets.device)
             self._of_row = torch.searchsorted(self.offsets, rows, right=True, out_int32=True)
@@ -72,12 +73,15 @@ class GroupOffsets:
         return self.offsets.diff(prepend=self.offsets.new_zeros(1)) > 0
 
     def per_row(self, of_groups: torch.Tensor) -> torch.Tensor:
-        """Return [rows, ...]: the entry of each row's group in [count, ...]; ones for rows of no group."""
+        """Return each row's entry of [count, ...], ones without group.
+
+        The result is [rows, ...].
+        """
         return torch.cat([of_groups, torch.ones_like(of_groups[:1])]).index_select(0, self.of_row)
 
     @property
     def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 [count]: where the groups begin and end once 16 divides the rows of each."""
+        """int32 [count]: ends of the groups, padded to multiples of 16."""
         if self._padded is None:
             sizes = self.offsets.diff(prepend=self.offsets.new_zeros(1))
             sizes = (sizes + PADDED - 1) // PADDED * PADDED
@@ -87,12 +91,15 @@ class GroupOffsets:
 
     @property
     def padded_rows(self) -> int:
-        """Enough rows for padded groups at any offsets: how many there are is known on the device alone."""
+        """Row count that suffices for padded groups at any offsets.
+
+        The device alone knows the exact number.
+        """
         return -(-(self.rows + self.count * (PADDED - 1)) // PADDED) * PADDED
 
     @property
     def of_place(self) -> torch.Tensor:
-        """int32 [padded_rows]: the group of each place of the padded groups, `count` for places behind the last one."""
+        """int32 [padded_rows]: each place's group, `count` after the last."""
         if self._of_place is None:
             places = torch.arange(self.padded_rows, dtype=torch.int32, device=self.offsets.device)
             self._of_place = torch.searchsorted(self.padded[1], places, right=True, out_int32=True)
@@ -100,7 +107,7 @@ class GroupOffsets:
 
     @property
     def source(self) -> torch.Tensor:
-        """int32 [padded_rows]: the row that stands at each place of the padded groups, -1 where none does."""
+        """int32 [padded_rows]: the row at each padded place, or -1."""
         if self._source is None:
             group = self.of_place.clamp(max=self.count - 1)
             places = torch.arange(self.padded_rows, dtype=torch.int32, device=group.device)
@@ -110,13 +117,19 @@ class GroupOffsets:
         return self._source
 
     def places(self) -> torch.Tensor:
-        """Return int32 [rows]: the place of each row in the padded groups; of rows of no group any."""
+        """Return int32 [rows]: each row's place in the padded groups.
+
+        Any place for rows of no group.
+        """
         starts = self.padded[0] - torch.cat([self.offsets.new_zeros(1), self.offsets[:-1]])
         rows = torch.arange(self.rows, dtype=torch.int32, device=starts.device)
         return rows + starts[self.of_row.clamp(max=self.count - 1)].int()
 
     def blocks(self) -> tuple[torch.Tensor, int]:
-        """Return the block of each row, int32 [rows], and how many there can be: a group may begin one more."""
+        """Return each row's block, int32 [rows], and their maximum number.
+
+        A group may begin one more.
+        """
         count = self.rows // BLOCK + self.count
         if self._block_of_row is not None:
             return self._block_of_row, count
@@ -142,7 +155,9 @@ def _amax_by_kernel(x: torch.Tensor, segments: torch.Tensor, count: int, per_col
     _amax_by_kernel,
 )
 def segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_column: bool) -> torch.Tensor:
-    """Return max |x| over the rows of each segment, NaN wins; 0 for a segment without rows.
+    """Return max |x| over each segment's rows.
+
+    NaN wins; 0 for a segment without rows.
 
     Args:
         x: float16, bfloat16 or float32 [rows, columns].
@@ -172,7 +187,10 @@ def segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_column
 
 
 def casts_columns(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> bool:
-    """Return whether one launch casts the columns of groups of rows of x [rows, columns]."""
+    """Return whether one launch casts group columns of x.
+
+    x is [rows, columns].
+    """
     fits = x.is_contiguous() and x.numel() > 0 and policy.formula != "e8m0"
     return fits and launches(x, fmt, policy)
 
@@ -194,7 +212,9 @@ def _columns_by_kernel(
 def group_columns(
     x: torch.Tensor, ends: torch.Tensor, padded_ends: torch.Tensor, rows: int, fmt: Format, policy: ScalePolicy
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes of the columns of each group of rows as rows, and their scales back from FP8.
+    """Return the column codes of each group, and scales back.
+
+    Codes are stored as rows.
 
     Args:
         x: float16, bfloat16 or float32 [rows of x, columns], contiguous.
@@ -217,7 +237,9 @@ def group_columns(
 def segment_quantize(
     x: torch.Tensor, segments: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the codes [rows, columns] of x with the float32 scales of each row's segment; others have any codes.
+    """Return codes of x with each row's segment scale.
+
+    float32 scales; rows of no segment have any codes.
 
     Args:
         x: float16, bfloat16 or float32 [rows, columns].
@@ -235,7 +257,10 @@ def segment_quantize(
 
 
 def zero_rows(y: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """Return y [n, ...], a new tensor of nobody else, with zeros where bool `keep` [n] is False."""
+    """Return new y with zeros where `keep` is False.
+
+    y is [n, ...], keep bool [n].
+    """
     if y.is_contiguous() and launches(y):
         fill_rows_with_zeros(y, keep)
         return y
@@ -256,7 +281,9 @@ def _transposed_by_kernel(codes: torch.Tensor, source: torch.Tensor | None) -> t
     _transposed_by_kernel,
 )
 def transposed_rows(codes: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:
-    """Return [columns, p], contiguous, of codes [rows, columns] in the order of `source` [p]; 0 for negative ones.
+    """Return contiguous transposed codes in the order of `source`.
+
+    [columns, p] of codes [rows, columns]; zeros for negative entries of [p].
 
     Without `source` in their own order; 16 must divide the rows then.
     """
@@ -270,7 +297,9 @@ def transposed_rows(codes: torch.Tensor, source: torch.Tensor | None) -> torch.T
 
 
 def check_offsets(offsets: torch.Tensor, rows: int) -> None:
-    """Refuse offsets that fall, or lead past `rows`, where the host can look at them without waiting.
+    """Raise for offsets that fall or exceed `rows`.
+
+    If the host can read them without waiting.
 
     Args:
         offsets: int32 or int64, at least one.
@@ -294,13 +323,19 @@ def check_offsets(offsets: torch.Tensor, rows: int) -> None:
 
 
 def offsets_fit(offsets: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return a bool scalar: offsets, at least one, begin at 0 or above, never fall and end at `rows` or before."""
+    """Return a bool scalar: whether the offsets are valid.
+
+    At least one, begin at 0 or above, never fall and end at `rows` or before.
+    """
     return (offsets.diff(prepend=offsets.new_zeros(1)) >= 0).all() & (offsets[-1] <= rows)
 
 
 @operator(lambda y, keep: None, mutates=("y",))
 def fill_rows_with_zeros(y: torch.Tensor, keep: torch.Tensor) -> None:
-    """Write zeros to the entries of `y` [n, ...] whose bool in `keep` [n] is False: a few, where all else stays."""
+    """Zero the entries of `y` whose `keep` is False, in place.
+
+    y is [n, ...], keep bool [n]; used if few are zeroed.
+    """
     if not (takes(y) and y.is_contiguous()):
         y.masked_fill_(~keep.view(-1, *(1 for _ in y.shape[1:])), 0)
     elif y.numel():

@@ -1,4 +1,4 @@
-"""`RowGroups`: rows of a matrix in consecutive groups, each quantized and multiplied as it would be alone.
+"""`RowGroups`: rows in consecutive groups, quantized and multiplied separately.
 
 A mixture of experts sorts its tokens by expert; where each expert's tokens end is known on the device alone. Nothing
 here waits for it: every row finds its group by a search in the offsets, and reductions over groups are reductions by
@@ -23,16 +23,21 @@ from fp8_common.torch_layers.sharding.gathered import GatheredWeight, quantized
 
 
 class RowGroups(GroupOffsets, UngroupedRows):
-    """Rows whose groups end at given offsets; weights are stacks [groups, out_features, columns]."""
+    """Rows whose groups end at given offsets; weights are stacks.
+
+    Stacks are [groups, out_features, columns].
+    """
 
     grouped = True
 
     @staticmethod
     def check(offsets: torch.Tensor, rows: torch.Tensor, groups: int) -> None:
-        """Refuse offsets that do not belong to rows [rows, columns] in so many groups; see `RowGroups`.
+        """Raise for offsets that do not fit rows and groups.
+
+        Rows are [rows, columns]; see `RowGroups`.
 
         Raises:
-            Fp8Error: Saying what does not fit. What the offsets hold is not looked at on a GPU (see `checked`).
+            Fp8Error: With the mismatch. Offsets on a GPU are not read (see `checked`).
         """
         if rows.ndim != 2:
             raise Fp8Error(f"Rows in groups must be a matrix [rows, features], got {tuple(rows.shape)}.")
@@ -50,7 +55,9 @@ class RowGroups(GroupOffsets, UngroupedRows):
             group_offsets.check_offsets(offsets, rows.shape[0])
 
     def checked(self, weight: Quantized) -> Quantized:
-        """Return the weight with scales that are NaN if the offsets do not fit, where `check` did not look at them.
+        """Return the weight, with NaN scales for invalid offsets.
+
+        If `check` did not read them.
 
         To look would wait for the device, and an assertion there would end the process.
         """
@@ -59,7 +66,7 @@ class RowGroups(GroupOffsets, UngroupedRows):
         fits = group_offsets.offsets_fit(self.given, self.rows)
         scale_inv = weight.scale_inv.masked_fill(~fits, torch.nan)
         turned = weight.transposed
-        if turned is not None:  # there are none but those of rows, whose scales it has turned
+        if turned is not None:  # only row scales remain, which it has transposed
             turned = Quantized(turned.codes, scale_inv.mT, turned.fmt)
         return Quantized(weight.codes, scale_inv, weight.fmt, weight.block, turned)
 
@@ -76,12 +83,12 @@ class RowGroups(GroupOffsets, UngroupedRows):
             both: Not used: no kernel quantizes groups by rows and by columns.
 
         Returns:
-            Codes [rows, columns]; scales [count] of tensorwise casts, or those that each row has alone.
+            Codes [rows, columns]; scales [count] of tensorwise casts, or each row's own scales.
         """
         if isinstance(x, GatheredWeight):  # quantized before it was sent
             return quantized(x)
         if cast.granularity != "tensorwise":
-            return quantize_operand(x, cast)  # what lies within a row knows no groups
+            return quantize_operand(x, cast)  # blocks within a row do not depend on groups
         fmt = FORMATS[cast.format]
         amax = None
         if cast.static_scale is not None:
@@ -96,7 +103,10 @@ class RowGroups(GroupOffsets, UngroupedRows):
         return Quantized(codes, casts.reciprocal(scale), fmt)
 
     def quantize_folded(self, x: torch.Tensor, weight_inv: torch.Tensor, cast: CastRecipe, *, both: bool) -> Quantized:
-        """Quantize float32(x) * the float32 scales of the rows of each group's weight, [count, N, 1] or turned."""
+        """Quantize x times the scales of its group's weight rows.
+
+        float32(x) * float32 scales, [count, N, 1] or transposed.
+        """
         fold = weight_inv.flatten(-2)
         if cast.granularity == "rowwise":
             folds, fmt = torch.cat([fold, torch.ones_like(fold[:1])]), cast.fp8_format
@@ -104,18 +114,18 @@ class RowGroups(GroupOffsets, UngroupedRows):
         return self.quantize(x.float() * self.per_row(fold), cast, None, record=False, both=both)
 
     def ones(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return scales [count] that change nothing, for the codes of a weight whose scales were folded."""
+        """Return neutral scales [count] for a folded weight's codes."""
         return codes.new_ones(self.count, dtype=torch.float32)
 
     def quantize_over_rows(self, x: torch.Tensor, cast: CastRecipe) -> Quantized:
-        """Quantize [rows, columns] for a matmul that is contracted over the rows of each group.
+        """Quantize [rows, columns] for a matmul contracted over group rows.
 
-        Of rows that arrived as codes the columns of the decoded values are quantized.
+        For rows received as codes the columns of the decoded values are quantized.
 
         Returns:
             Codes [rows, columns]; scales [count] of tensorwise casts, [count, 1, columns] of row-wise ones (a column is
-            a row of the transposed matrix), or [blocks, columns], where every group begins with a block of its own.
-            Where one launch casts columns, codes [columns, padded rows] and scales [count, columns, 1].
+            a row of the transposed matrix), or [blocks, columns], where every group begins with a new block. If one
+            launch casts columns, codes [columns, padded rows] and scales [count, columns, 1].
         """
         if isinstance(x, GatheredWeight):
             x = decoded_rows(x)
@@ -134,11 +144,13 @@ class RowGroups(GroupOffsets, UngroupedRows):
         return Quantized(codes, scale_inv[:, None], fmt) if rowwise else Quantized(codes, scale_inv, fmt, (BLOCK, 1))
 
     def over_rows(self, operand: Quantized) -> Quantized:
-        """Return the operand as it is: each group is transposed where it is multiplied."""
+        """Return the operand unchanged: matmuls transpose each group."""
         return operand
 
     def matmul(self, a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
-        """Return [rows, N]: for each row of `a` its product with the matrix of its group, zeros for rows of no group.
+        """Return `a`'s rows times their group's matrix, [rows, N].
+
+        Zeros for rows of no group.
 
         Args:
             a: [rows, K], from `quantize`.
@@ -148,7 +160,9 @@ class RowGroups(GroupOffsets, UngroupedRows):
         return grouped_matmul.matmul_rows(a, b, self, options)
 
     def matmul_over_rows(self, a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
-        """Return [count, N, K]: a.T @ b over the rows of each group, zeros for an empty one.
+        """Return [count, N, K]: a.T @ b over each group's rows.
+
+        Zeros for an empty group.
 
         Args:
             a: [rows, N], from `quantize_over_rows`.
@@ -158,5 +172,8 @@ class RowGroups(GroupOffsets, UngroupedRows):
         return grouped_matmul.matmul_over_rows(a, b, self, options)
 
     def matmul_wide(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return [count, N, K], a.T @ b over the rows of each group, of [rows, N] and [rows, K] of one dtype."""
+        """Return [count, N, K], a.T @ b over groups, in high precision.
+
+        Of [rows, N] and [rows, K] of one dtype.
+        """
         return grouped_matmul.multiply_over_rows_wide(a, b, self)

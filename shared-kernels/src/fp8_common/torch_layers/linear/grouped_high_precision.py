@@ -1,7 +1,7 @@
-"""Experts with few rows: multiplied in high precision, by the values of the codes of their weights.
+"""Experts with few rows, multiplied by decoded weights in high precision.
 
-A weight that arrives as FP8 codes is decoded once per pass; rows and gradients are not cast. Nothing here waits for a
-GPU that multiplies groups of bfloat16. That path was checked on doubles and never ran on a GPU.
+A weight that is gathered as FP8 codes is decoded once per pass; rows and gradients are not cast. Nothing here waits for
+a GPU that multiplies groups of bfloat16. That path was checked on doubles and never ran on a GPU.
 """
 
 from typing import Any
@@ -18,14 +18,20 @@ from fp8_common.torch_layers.sharding.gathered import recall, remember
 
 
 def has_few_rows(x: torch.Tensor, weight: torch.Tensor, least: int) -> bool:
-    """Return whether a stack of weights has fewer rows [rows, columns] for each expert, on average, than `least`."""
+    """Return whether experts have fewer rows than `least` on average.
+
+    Rows are [rows, columns] for a stack of weights.
+    """
     return x.shape[0] < least * weight.shape[0]
 
 
 def wide_experts(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, spec: Any, *, record: bool
 ) -> torch.Tensor:
-    """Return rows in groups times the decoded weight of each group; arguments and result as of `fp8_linear`."""
+    """Return grouped rows times the decoded weights.
+
+    Arguments and result as of `fp8_linear`.
+    """
     x = x.clone() if isinstance(x, RowCodes) else x  # the values
     return _WideExperts.apply(x, weight, offsets, spec, record)
 
@@ -38,7 +44,7 @@ class _WideExperts(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, spec: Any, record: bool
     ) -> torch.Tensor:
         rows = RowGroups(offsets, x.shape[0])
-        # the weight itself: FSDP2 frees what it gathered, and brings it back before the backward
+        # the weight itself: FSDP2 frees the gathered tensor, and gathers it again before the backward
         compiled = torch.compiler.is_compiling()
         (mark, *_), ctx.memory = remember(weight, None, needed=True, keep=False, compiled=compiled)
         ctx.save_for_backward(x, weight, offsets, mark)
@@ -64,7 +70,10 @@ class _WideExperts(torch.autograd.Function):
 
 
 def _decoded(spec: Any, weight: torch.Tensor, dtype: torch.dtype, rows: RowGroups, *, record: bool) -> torch.Tensor:
-    """Return the values of a weight's codes [experts, out_features, in_features]; NaN if the offsets do not fit."""
+    """Return decoded weight values, NaN if the offsets do not fit.
+
+    Codes are [experts, out_features, in_features].
+    """
     operand: Quantized = rows.checked(spec.weight(weight, record, False))
     scale_inv = operand.scale_inv[:, None, None] if operand.scale_inv.ndim == 1 else operand.scale_inv
     return decoding.dequantize(operand.codes, scale_inv, operand.fmt, dtype, operand.block)

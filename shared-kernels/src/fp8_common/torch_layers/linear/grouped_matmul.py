@@ -1,11 +1,11 @@
-"""Matmuls of rows in groups with stacked matrices, and of the rows of each group with each other (grouped GEMM).
+"""Grouped GEMM: rows by stacked matrices, and over the rows of groups.
 
-On GPUs nothing waits for the device to know where groups end. `scaled_grouped_mm` multiplies E4M3 codes with one scale
-per row; where it does not apply (E5M2 gradients, other GPUs), `grouped_mm` multiplies the codes decoded to bfloat16,
-which is exact, and the scales follow. Both ran on an H100. Own kernels multiply codes of both formats where
-`hardware.own_grouped` says so; they never ran on a GPU.
-Elsewhere, for scales of blocks and for results that are not bfloat16: group after group by `matmul`, so that the
-numbers are those of a loop over the experts; on a GPU that loop waits for the offsets.
+On GPUs nothing waits for the device to know the ends of groups. `scaled_grouped_mm` multiplies E4M3 codes with one
+scale per row; where it does not apply (E5M2 gradients, other GPUs), `grouped_mm` multiplies the codes decoded to
+bfloat16, which is exact, and the scales follow. Both ran on an H100. Own kernels multiply codes of both formats if
+`hardware.own_grouped` selects them; they never ran on a GPU. Elsewhere, for scales of blocks and for results that are
+not bfloat16: group after group by `matmul`, so that the numbers equal a loop over the experts; on a GPU that loop waits
+for the offsets.
 """
 
 from typing import Literal
@@ -36,7 +36,9 @@ CAPABILITY_OF_BFLOAT16 = (8, 0)
 
 
 def matmul_rows(a: Quantized, b: Quantized, groups: GroupOffsets, options: MatmulOptions) -> torch.Tensor:
-    """Return for each row of `a` its product with the matrix of its group, zeros for rows of no group.
+    """Return `a`'s rows times their group's matrix.
+
+    Zeros for rows of no group.
 
     Args:
         a: [rows, K]; scales [groups], [rows, 1] or of blocks.
@@ -71,11 +73,13 @@ def matmul_rows(a: Quantized, b: Quantized, groups: GroupOffsets, options: Matmu
 
 
 def matmul_over_rows(a: Quantized, b: Quantized, groups: GroupOffsets, options: MatmulOptions) -> torch.Tensor:
-    """Return a.T @ b over the rows of each group, zeros for an empty one.
+    """Return a.T @ b over each group's rows.
+
+    Zeros for an empty group.
 
     Args:
         a: [rows, N]; scales [groups], [groups, 1, N], or of blocks of rows. Or turned, with scales [groups, N, 1].
-        b: [rows, K], alike.
+        b: [rows, K].
         groups: The groups of the rows.
         options: How to multiply.
 
@@ -107,7 +111,7 @@ def path_of(a: Quantized, b: Quantized, options: MatmulOptions) -> Literal["own"
 
     Their codes by own kernels or the library, the codes decoded to bfloat16, or group after group.
     """
-    # Of two matrices in groups, rows are padded, whatever their number.
+    # Of two matrices in groups, rows are padded to any number.
     sizes = (*(x.codes.shape[0 if is_turned(x) else -1] for x in (a, b)), *b.codes.shape[1:-1])
     aligned = all(size % ALIGNMENT == 0 for size in sizes)
     multiplies = device_multiplies(a.codes.device)
@@ -121,7 +125,7 @@ def path_of(a: Quantized, b: Quantized, options: MatmulOptions) -> Literal["own"
 
 
 def _is_own(a: Quantized, b: Quantized, options: MatmulOptions) -> bool:
-    """Return whether own kernels multiply these groups, of sizes and on a device that fit."""
+    """Return whether own kernels support these groups, sizes and device."""
     if b.codes.ndim == 3:
         product, (count, n, k), rows = "rows", b.codes.shape, a.codes.shape[0]
     else:
@@ -135,7 +139,10 @@ def _is_own(a: Quantized, b: Quantized, options: MatmulOptions) -> bool:
 # a constant of compiled graphs; Dynamo would trace into the query otherwise
 @assume_constant_result
 def device_multiplies(device: torch.device) -> Literal["fp8", "bfloat16", ""]:
-    """Return in what `device` multiplies groups: "fp8", which implies bfloat16, "bfloat16", or ""."""
+    """Return the format in which `device` multiplies groups.
+
+    "fp8", which implies bfloat16, "bfloat16", or "".
+    """
     if device.type != "cuda":
         return ""
     capability = device_capability(device)
@@ -167,13 +174,15 @@ def multiply_rows(
     b_fmt: Format,
     fast: bool,
 ) -> torch.Tensor:
-    """Return bfloat16 [rows, N]: codes [rows, K] times the codes [groups, N, K] of their group; zeros for no group.
+    """Return row codes times their group's codes, bfloat16 [rows, N].
+
+    [rows, K] times [groups, N, K]; zeros for no group.
 
     Args:
         a: The rows.
         b: The matrices.
         a_inv: float32 [rows, 1], scales back from FP8.
-        b_inv: float32 [groups, N], alike.
+        b_inv: float32 [groups, N].
         ends: int32 [groups], never falling: behind the last row of each.
         a_fmt: Format of the rows.
         b_fmt: Format of the matrices.
@@ -208,13 +217,15 @@ def multiply_over_rows(
     b_fmt: Format,
     fast: bool,
 ) -> torch.Tensor:
-    """Return bfloat16 [groups, N, K], a @ b.T over the columns of each group; zeros for an empty one.
+    """Return a @ b.T over each group's columns, bfloat16 [groups, N, K].
+
+    Zeros for an empty group.
 
     Args:
         a: Codes [N, padded rows], see `GroupOffsets.padded`.
         b: Codes [K, padded rows].
         a_inv: float32 [groups, N], scales back from FP8.
-        b_inv: float32 [groups, K], alike.
+        b_inv: float32 [groups, K].
         ends: int32 [groups], where each ends in the codes.
         a_fmt: Format of `a`.
         b_fmt: Format of `b`.
@@ -244,23 +255,35 @@ def _matmul_scaled(
 def _grouped_mm(
     a_codes: torch.Tensor, a: Quantized, b_codes: torch.Tensor, b: Quantized, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """Return float32 sums of codes that are laid out as `grouped_mm` takes them, in bfloat16."""
+    """Return float32 sums of codes by `grouped_mm` in bfloat16.
+
+    Codes are in its layout.
+    """
     decoded = (values(codes, x.fmt, torch.bfloat16) for codes, x in ((a_codes, a), (b_codes, b)))
     return F.grouped_mm(*decoded, offs=offsets).float()
 
 
 def _transposed(x: Quantized, groups: GroupOffsets) -> torch.Tensor:
-    """Return codes as the hardware takes them in a matmul over the rows of groups: [columns, padded rows]."""
+    """Return codes in the hardware's layout, [columns, padded rows].
+
+    For a matmul over the rows of groups.
+    """
     return x.codes if is_turned(x) else transposed_rows(x.codes, groups.source)
 
 
 def is_turned(x: Quantized) -> bool:
-    """Return whether codes are [columns, padded rows] already, and scales [groups, columns, 1]."""
+    """Return whether an operand is transposed already.
+
+    Codes are [columns, padded rows] and scales [groups, columns, 1].
+    """
     return x.scale_inv.ndim == 3 and x.scale_inv.shape[1:] == (x.codes.shape[0], 1) and x.codes.shape[1] >= PADDED
 
 
 def _as_rows(x: Quantized, groups: GroupOffsets) -> Quantized:
-    """Return codes [rows, columns], and scales [groups, 1, columns], of what is turned."""
+    """Return a transposed operand's codes and scales by rows.
+
+    Codes [rows, columns] and scales [groups, 1, columns].
+    """
     if not is_turned(x):
         return x
     codes = x.codes.view(torch.uint8).t().index_select(0, groups.places()).view(x.codes.dtype)
@@ -305,7 +328,7 @@ def _each_over_rows(a: Quantized, b: Quantized, offsets: torch.Tensor, options: 
 
 
 def _bounds(offsets: torch.Tensor, rows: torch.Tensor) -> list[tuple[int, int]]:
-    """Return where each group begins and ends; there is none on the meta device."""
+    """Return each group's begin and end, none on the meta device."""
     if rows.is_meta:
         return []
     check_offsets(offsets, rows.shape[0])
@@ -319,7 +342,7 @@ def _rows_of_group(x: Quantized, group: int, start: int, end: int) -> Quantized:
 
 
 def _columns_of_group(x: Quantized, group: int, rows: slice, blocks: slice) -> Quantized:
-    """Return the rows of a group as a matrix that is contracted over them."""
+    """Return a group's rows as a matrix contracted over them."""
     scale_inv = x.scale_inv[blocks] if x.block else x.scale_inv[group]
     return Quantized(x.codes[rows], scale_inv, x.fmt, x.block).t()
 
@@ -358,7 +381,10 @@ def grouped_matmul(
 
 
 def multiply_rows_wide(a: torch.Tensor, b: torch.Tensor, groups: GroupOffsets) -> torch.Tensor:
-    """Return [rows, N]: rows [rows, K] times the matrix of their group, [groups, K, N]; zeros for rows of no group."""
+    """Return rows times their group's matrix, [rows, N].
+
+    [rows, K] times [groups, K, N]; zeros for rows of no group.
+    """
     if _multiplies_wide(a, b.shape[-1]):
         y = F.grouped_mm(a.contiguous(), b, offs=groups.offsets.int())
         return zero_rows(y, groups.of_row < groups.count)
@@ -366,7 +392,10 @@ def multiply_rows_wide(a: torch.Tensor, b: torch.Tensor, groups: GroupOffsets) -
 
 
 def multiply_over_rows_wide(a: torch.Tensor, b: torch.Tensor, groups: GroupOffsets) -> torch.Tensor:
-    """Return [groups, N, K], a.T @ b over the rows of each group, of [rows, N] and [rows, K] of one dtype."""
+    """Return [groups, N, K], a.T @ b over each group's rows.
+
+    Of [rows, N] and [rows, K] of one dtype.
+    """
     if _multiplies_wide(a, b.shape[-1]):
         padded = [torch.where((groups.source >= 0)[:, None], x[groups.source.clamp(min=0)], 0) for x in (a, b)]
         y = F.grouped_mm(padded[0].t(), padded[1], offs=groups.padded[1])
@@ -375,7 +404,10 @@ def multiply_over_rows_wide(a: torch.Tensor, b: torch.Tensor, groups: GroupOffse
 
 
 def _multiplies_wide(a: torch.Tensor, columns: int) -> bool:
-    """Return whether the device multiplies groups of these rows [rows, K], for so many columns of the result."""
+    """Return whether the device multiplies these groups of rows.
+
+    Rows are [rows, K]; `columns` of the result.
+    """
     aligned = a.shape[0] > 0 and a.shape[1] % ALIGNMENT == 0 and columns % ALIGNMENT == 0
     return aligned and a.dtype == torch.bfloat16 and bool(device_multiplies(a.device))
 

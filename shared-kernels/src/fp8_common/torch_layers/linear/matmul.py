@@ -1,4 +1,4 @@
-"""The matmul of two FP8 matrices on each kind of device, and which kind a device is.
+"""The matmul of two FP8 matrices, on each kind of device.
 
 With FP8 tensor cores: `torch.nn.functional.scaled_mm`, also with scales of 1x128 and 128x128 blocks, which cuBLAS
 applies on Hopper, and with MX scales, which it applies on Blackwell. Without: every FP8 value is exact in bfloat16 and
@@ -45,24 +45,24 @@ _MULTIPLE_OF_PAIR = {
     (BLOCK_1X128, BLOCK_1X128): 128,
     (casts.MX_BLOCK, casts.MX_BLOCK): 32,
 }
-"""By the blocks of both operands that some device multiplies: what must divide the contracted dimension."""
+"""Multiples that the contracted dimension must have, by the blocks of both operands that some device multiplies."""
 _FIRST_WITH_FP8 = (8, 9)
 """The first compute capability with FP8 tensor cores."""
 
 
 class MatmulOptions(NamedTuple):
-    """How one matmul runs.
+    """Settings of one matmul.
 
     Attributes:
         out_dtype: float32, bfloat16 or float16.
         emulate: Decode and multiply instead of calling the FP8 hardware.
-        use_fast_accum: Let the hardware accumulate with fewer bits.
+        use_fast_accum: Whether the hardware may accumulate with fewer bits.
         pad_inner: Pad the contracted dimension with zeros up to a multiple of 16 for the hardware; otherwise other
             sizes are an error there.
         pad_outer: The same of the rows of the second operand.
-        decoded: The dtype that emulated codes are decoded to, as `decoded_dtype` returns it; None asks anew.
-        rows: What multiplies with scales of rows, as `rows_library` returns it; cuBLAS takes all.
-        grouped: What multiplies groups of rows, as `GemmConfig` has it.
+        decoded: Dtype of decoded codes in emulation, from `decoded_dtype`; None queries it.
+        rows: Library for row scales, from `rows_library`; cuBLAS supports all.
+        grouped: Implementation of grouped matmuls, as in `GemmConfig`.
     """
 
     out_dtype: torch.dtype
@@ -76,7 +76,9 @@ class MatmulOptions(NamedTuple):
 
 
 def should_emulate(device: torch.device, emulate: Literal["auto"] | bool) -> bool:
-    """Return whether matmuls on `device` are emulated: always, never, or ("auto") where it has no FP8 matmuls.
+    """Return whether matmuls on `device` are emulated.
+
+    Always, never, or ("auto") if it has no FP8 matmuls.
 
     Raises:
         Fp8UnsupportedError: `emulate` is False and the device has no FP8 matmuls.
@@ -92,14 +94,14 @@ def should_emulate(device: torch.device, emulate: Literal["auto"] | bool) -> boo
     return not supported
 
 
-# Under torch.compile the answer is a constant of the graph; Dynamo would otherwise trace into the capability query.
+# Under torch.compile the result is a constant of the graph; Dynamo would otherwise trace into the capability query.
 @assume_constant_result
 def device_capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of an NVIDIA GPU; (0, 0) of any other device."""
+    """Return an NVIDIA GPU's compute capability, else (0, 0)."""
     return _look_up(device)
 
 
-# Comparisons are inside of constants, too: torch 2.11 fails to trace those of tuples on Python 3.12.
+# Comparisons are inside of constants, too: torch 2.11 fails to trace comparisons of tuples on Python 3.12.
 @assume_constant_result
 def multiplies_fp8(device: torch.device) -> bool:
     """Return whether `device` has FP8 tensor cores."""
@@ -108,7 +110,10 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 @assume_constant_result
 def rows_library(device: torch.device) -> RowsLibrary:
-    """Return what multiplies with scales of rows on `device`; "" on a GPU for which torch has nothing."""
+    """Return the library for row scales on `device`.
+
+    "" on a GPU that torch does not support.
+    """
     capability = device_capability(device)
     return multiplies_rows(capability, parse_version(torch.version.cuda)) if capability > (0, 0) else "cublas"
 
@@ -127,7 +132,10 @@ def _look_up(device: torch.device) -> tuple[int, int]:
 
 @assume_constant_result
 def multiplies_scaled_blocks(device: torch.device, mx: bool) -> bool:
-    """Return whether `device` and this torch have matmuls with float32 scales of blocks, or with MX scales."""
+    """Return whether matmuls support block scales on `device`.
+
+    float32 scales of blocks, or MX scales.
+    """
     version, multiplies = torch.version.cuda, multiplies_mx if mx else multiplies_blocks
     return version is not None and multiplies(device_capability(device), parse_version(version))
 
@@ -167,7 +175,10 @@ def _matmul_decoded(a: Quantized, b: Quantized, options: MatmulOptions) -> torch
 
 
 def decoded_dtype(device: torch.device, out_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which `device` multiplies values that bfloat16 holds exactly, for a result in `out_dtype`."""
+    """Return the fastest dtype for exact bfloat16 values on `device`.
+
+    For a result in `out_dtype`.
+    """
     # Not float16 for a result in float16: sums of codes overflow it. On CPUs without units for bfloat16 float32 is
     # several times faster, and rounds sums once.
     fast = device.type != "cpu" or multiplies_bfloat16()
@@ -175,13 +186,15 @@ def decoded_dtype(device: torch.device, out_dtype: torch.dtype) -> torch.dtype:
 
 
 def scaled(sums: torch.Tensor, a_inv: torch.Tensor, b_inv: torch.Tensor) -> torch.Tensor:
-    """Return float32 sums of codes [M, N] times the scales back from FP8 of both operands: scalars, [M, 1] or [N, 1].
+    """Return float32 sums of codes [M, N] times both scales back.
+
+    Scales are scalars, [M, 1] or [N, 1].
 
     The order of the multiplications is part of the definition: two scalars first.
     """
     if a_inv.ndim == b_inv.ndim == 0:
         return sums * (a_inv * b_inv)
-    # the sums themselves stay as they are: selective checkpointing may have kept them
+    # the sums are not changed in place: selective checkpointing may have kept them
     return (sums * a_inv).mul_(b_inv.t() if b_inv.ndim == 2 else b_inv)
 
 
@@ -193,7 +206,10 @@ def _matmul_dequantized(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> t
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return a @ b.T in the dtype of both, whatever autocast says: sums of codes overflow float16."""
+    """Return a @ b.T in the dtype of both, ignoring autocast.
+
+    Sums of codes overflow float16.
+    """
     # there is no autocast for the meta device, and asking for it is an error
     if a.is_meta or not torch.is_autocast_enabled(a.device.type):
         return a @ b.t()
@@ -239,7 +255,9 @@ def _on_cuda(tensor: torch.Tensor) -> bool:
 
 
 def row_major(codes: torch.Tensor) -> torch.Tensor:
-    """Return contiguous codes [rows, columns]; a kernel copies those that lie by columns, where there are kernels.
+    """Return contiguous codes [rows, columns].
+
+    A kernel copies column-major codes, if possible.
 
     torch's own copy of transposed bytes reaches a fraction of the memory's bandwidth.
     """
@@ -261,7 +279,10 @@ def copied_by_rows(codes: torch.Tensor) -> torch.Tensor:
 def _aligned(
     a: torch.Tensor, b: torch.Tensor, b_inv: torch.Tensor, options: MatmulOptions
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a [M, K], b [N, K] and the scales of b with zeros added to K and N, as needed and allowed."""
+    """Return a [M, K], b [N, K] and scales, zero-padded as needed.
+
+    K and N are padded if allowed.
+    """
     inner, outer = -a.shape[1] % ALIGNMENT, -b.shape[0] % ALIGNMENT
     if not (inner or outer):
         return a, b, b_inv
@@ -278,9 +299,11 @@ def _aligned(
 
 
 def applies_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> bool:
-    """Return whether the device multiplies `a` [M, K] and `b` [N, K] with their scales of blocks.
+    """Return whether the device multiplies `a` and `b` with block scales.
 
-    Sizes and layouts are those that every version of `scaled_mm` with such scales takes.
+    a is [M, K], b is [N, K].
+
+    Sizes and layouts that every version of `scaled_mm` with such scales supports.
     """
     (m, k), n = a.codes.shape, b.codes.shape[0]
     multiple = _MULTIPLE_OF_PAIR.get((a.block, b.block))  # pyrefly: ignore[bad-argument-type]
@@ -291,7 +314,10 @@ def applies_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> bool:
 
 
 def _matmul_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
-    """Return a @ b.T [M, N] in `out_dtype`, accumulated in float32 after each block."""
+    """Return a @ b.T [M, N] in `out_dtype`, with block scales.
+
+    Accumulated in float32 after each block.
+    """
     a_codes, b_codes = row_major(a.codes), row_major(b.codes)
     if a.block == casts.MX_BLOCK:
         scales, scaling = (swizzled(a.scale_inv), swizzled(b.scale_inv)), ("BlockWise1x32", "BlockWise1x32")
@@ -305,13 +331,18 @@ def _scaling(operand: Quantized) -> Scaling:
 
 
 def _laid_out(operand: Quantized) -> torch.Tensor:
-    """Return the scales as cuBLAS reads them: those of 1x128 blocks column by column, those of 128x128 row by row."""
+    """Return scales in cuBLAS's order.
+
+    1x128 blocks column by column, 128x128 blocks row by row.
+    """
     scale_inv = operand.scale_inv
     return scale_inv.contiguous() if operand.block == BLOCK_128X128 else scale_inv.t().contiguous().t()
 
 
 def swizzled(scale_inv: torch.Tensor) -> torch.Tensor:
-    """Return MX scales back from FP8, float32 [rows, columns], as E8M0 [bytes] in the order that cuBLAS reads.
+    """Return MX scales as E8M0 [bytes] in cuBLAS's order.
+
+    From float32 [rows, columns], back from FP8.
 
     Tiles of 128 rows and 4 columns follow each other by rows, padded. In a tile, the scale of row r and column c is
     byte 16 (r % 32) + 4 (r // 32) + c. Source: cuBLAS, "1D Block Scaling Factors Layout".

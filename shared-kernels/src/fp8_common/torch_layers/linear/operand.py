@@ -1,4 +1,4 @@
-"""How activations and gradients are quantized to the operands of a matmul."""
+"""Quantize activations and gradients to matmul operands."""
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,11 @@ def quantize_operand(
         cast: Format, scaling, granularity and policy.
         delayed: The state of delayed scaling, where `cast.scaling` is "delayed".
         record: Whether delayed scaling observes `x`.
-        both: Whether another matmul contracts the rows, of the same codes or quantized alike by columns.
+        both: Whether another matmul contracts the rows, of the same codes or quantized by columns.
     """
     fmt = FORMATS[cast.format]
     if cast.granularity == "rowwise":
-        # compiled, columns are read as they lie
+        # compiled code reads columns in place
         rows = x if casts.fuses(x) else _readable_by_rows(x)
         return casts.quantize_dynamic(rows, fmt, cast.policy, (1, 0), both=both)
     if cast.granularity in ("blockwise_1x128", "mx"):
@@ -39,9 +39,11 @@ def quantize_operand(
 
 
 def quantize_folded(x: torch.Tensor, fold: torch.Tensor, cast: CastRecipe, *, both: bool = False) -> Quantized:
-    """Quantize float32(x) * fold, where `fold` is float32 [contracted]: scales of the other operand that moved into x.
+    """Quantize float32(x) * fold.
 
-    `both` says that another matmul contracts the rows of x, without `fold`, quantized alike.
+    `fold` is float32 [contracted]: scales of the other operand that moved into x.
+
+    `both`: whether another matmul contracts the rows of x, without `fold`, quantized in the same way.
     """
     if cast.granularity != "rowwise":
         return quantize_operand(x.float() * fold, cast)
@@ -58,7 +60,9 @@ def quantize_tensorwise(
     group: dist.ProcessGroup | None = None,
     both: bool = False,
 ) -> Quantized:
-    """Return codes of the shape of `x` and the float32 scalar scales of dynamic, delayed or static scaling.
+    """Return codes and scalar scales of one tensorwise cast.
+
+    Codes have the shape of `x`; dynamic, delayed or static scaling.
 
     Args:
         x: The tensor, or this rank's part of it.
@@ -75,7 +79,7 @@ def quantize_tensorwise(
         return _quantize_with(x, scale, fmt, both=both)
     if delayed is None and group is None:
         return casts.quantize_dynamic(x, fmt, cast.policy, both=both)
-    # A scale from earlier steps is common already; only one from this step's values has to be agreed on.
+    # A scale from earlier steps is common already; ranks only need to agree on a scale from this step's values.
     if delayed is not None and (group is None or delayed.always_ready):
         made = quantize_delayed(x, delayed, fmt, cast.policy, record=record, both=both)
         if made is not None:
@@ -86,7 +90,7 @@ def quantize_tensorwise(
         scale = delayed.current(amax, record)
         return _quantized(codes, transposed[0] if both else None, scale, casts.reciprocal(scale), fmt)
     if delayed is not None and group is None and both and casts.fuses(x) and x.ndim == 2 and x.is_contiguous():
-        # The amax becomes a part of what makes x, and one launch does the rest.
+        # The amax is fused into the computation of x, and one launch does the rest.
         amax = amax_of(x)
         flags = delayed.flagged(amax, record)
         codes, transposed, scale, scale_inv = cast_delayed(x, amax, *flags, fmt, cast.policy, delayed.must_fit)
@@ -113,5 +117,5 @@ def _quantized(
 
 
 def _readable_by_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x as the kernels read it; the references on CPU read columns as fast."""
+    """Return x in the kernels' layout; CPU references read columns directly."""
     return x.contiguous() if x.is_cuda else x

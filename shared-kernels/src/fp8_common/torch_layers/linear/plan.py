@@ -1,4 +1,4 @@
-"""`LinearPlan`: what a layer decides once for inputs of one shape, dtype and device, and not in every step."""
+"""`LinearPlan`: a layer's decisions for inputs of one shape and device."""
 
 from collections.abc import Hashable
 from typing import Generic, NamedTuple, TypeVar
@@ -14,13 +14,13 @@ Value = TypeVar("Value")
 
 
 class Decided(dict[Hashable, Value], Generic[Value]):
-    """What was decided, by what it depends on; copies and pickles begin empty.
+    """Decisions by their dependences; copies and pickles begin empty.
 
     `FP8_COMMON_BACKEND` is read with each decision and not again.
     """
 
     def keep(self, key: Hashable, value: Value) -> Value:
-        """Keep what was decided, and return it."""
+        """Keep a decision, and return it."""
         if len(self) >= 64:  # numbers of tokens that change from step to step
             self.clear()
         self[key] = value
@@ -32,7 +32,7 @@ class Decided(dict[Hashable, Value], Generic[Value]):
 
 
 class LinearPlan(NamedTuple):
-    """What is decided once.
+    """Decisions that are made once.
 
     Attributes:
         input: The cast of contiguous inputs [rows, columns]; None where `UngroupedRows.quantize` decides each time.
@@ -68,8 +68,8 @@ def decide(
         x: Its input, [..., columns].
         out_features: Columns of its output.
         dtype: Of the weight.
-        casts_rows: Whether casts may be decided: not of rows in groups, nor of what is cast already.
-        grouped: Whether each group of rows has a weight of its own.
+        casts_rows: Whether casts may be planned: not for rows in groups, nor for rows that are cast already.
+        grouped: Whether each group of rows has a separate weight.
         compiled: As of the plan.
     """
     rows = x.numel() // max(x.shape[-1], 1)
@@ -97,7 +97,7 @@ def options(
         out_dtype=out_dtype,
         emulate=should_emulate(device, config.emulate),
         use_fast_accum=grouped if fast is None else fast,
-        # the weight's gradient is contracted over tokens, whose number is nobody's choice
+        # the weight's gradient is contracted over tokens, whose number users cannot choose
         pad_inner=config.pad_inner_dim or product == "grad_weight",
         pad_outer=config.pad_inner_dim,
         decoded=decoded_dtype(device, out_dtype),

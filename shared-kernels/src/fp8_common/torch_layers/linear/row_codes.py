@@ -1,7 +1,7 @@
-"""Rows of activations that ranks send each other as FP8 codes, each row with its scale, as one message of bytes.
+"""Messages of FP8 rows between ranks, each row with its scale.
 
 A message is uint8 [rows, bytes]: the codes of a row, the float32 scale back from FP8, and spare bytes to a multiple of
-16, so that every row begins where memory is read in one piece. What arrives are `RowCodes`.
+16, so that every row begins at an aligned address. Received rows are `RowCodes`.
 """
 
 from typing import Any
@@ -17,12 +17,12 @@ from fp8_common.torch_layers.linear.operand import quantize_operand
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight
 
 ALIGNMENT = 16
-"""What divides the bytes of a row in a message."""
+"""Divides the bytes of a row in a message."""
 SCALE_BYTES = 4
 
 
 class RowCodes(GatheredWeight):
-    """Rows of an activation, or of its gradient, as FP8 codes with the scale of each row.
+    """Activation or gradient rows as FP8 codes with row scales.
 
     Experts in FP8 multiply the codes; any other operator gets the values.
     """
@@ -47,7 +47,7 @@ def row_bytes(columns: int) -> int:
 
 
 def pack_rows(x: torch.Tensor, cast: CastRecipe) -> torch.Tensor:
-    """Quantize each row of a matrix and return the message, uint8 [rows, `row_bytes`].
+    """Quantize each row; return the message, uint8 [rows, `row_bytes`].
 
     Args:
         x: float32, bfloat16 or float16 [rows, columns].
@@ -84,7 +84,7 @@ def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 class _TakeRows(torch.autograd.Function):
-    """Rows of codes; the gradient is that of rows of values."""
+    """Rows of codes; the gradient is the decoded rows' gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: RowCodes, index: torch.Tensor) -> RowCodes:
@@ -101,7 +101,9 @@ class _TakeRows(torch.autograd.Function):
 
 
 def decoded_rows(x: GatheredWeight) -> torch.Tensor:
-    """Return the values of codes, without a gradient, in a dtype that holds them.
+    """Return the codes' values in a dtype that holds them.
+
+    Without a gradient.
 
     In bfloat16 and float32 they are exact, because scales of rows are powers of two; float16 has too few exponents.
     """

@@ -1,6 +1,6 @@
-"""`UngroupedRows`: how the rows of an activation are quantized and multiplied where one weight multiplies them all.
+"""`UngroupedRows`: quantization and matmuls of rows with one weight.
 
-`grouped.RowGroups` has the same methods for rows in groups, each with a weight of its own.
+`grouped.RowGroups` has the same methods for rows in groups, each with a separate weight.
 """
 
 import torch
@@ -28,18 +28,24 @@ class UngroupedRows:
             cast: Format, scaling, granularity and policy.
             delayed: The state of delayed scaling, where `cast.scaling` is "delayed".
             record: Whether delayed scaling observes `x`.
-            both: Whether another matmul contracts the rows, of the same codes or quantized alike by columns.
+            both: Whether another matmul contracts the rows, of the same codes or quantized by columns.
         """
         if isinstance(x, GatheredWeight):  # quantized before tensor parallelism gathered it
             return quantized(x)
         return quantize_operand(x, cast, delayed, record=record, both=both)
 
     def quantize_folded(self, x: torch.Tensor, weight_inv: torch.Tensor, cast: CastRecipe, *, both: bool) -> Quantized:
-        """Quantize float32(x) * the float32 scales back from FP8 of the weight's rows, [columns, 1] or turned."""
+        """Quantize x times the scales back of the weight's rows.
+
+        float32(x) * float32 scales, [columns, 1] or transposed.
+        """
         return quantize_folded(x, weight_inv.reshape(-1), cast, both=both)
 
     def ones(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return scales that change nothing, for the codes [N, K] of a weight whose scales were folded."""
+        """Return neutral scales for the codes of a folded weight.
+
+        Codes are [N, K].
+        """
         return codes.new_ones((codes.shape[0], 1), dtype=torch.float32)
 
     def quantize_over_rows(self, x: torch.Tensor, cast: CastRecipe) -> Quantized:
@@ -47,11 +53,14 @@ class UngroupedRows:
         return quantize_operand(x.t(), cast)
 
     def over_rows(self, operand: Quantized) -> Quantized:
-        """Return an operand from `quantize` that has one scale or `by_columns`, as of `quantize_over_rows`."""
+        """Return `quantize`'s operand as one of `quantize_over_rows`.
+
+        It has one scale, or is `by_columns`.
+        """
         return operand.t()
 
     def checked(self, weight: Quantized) -> Quantized:
-        """Return the weight; rows in groups see to it that a wrong grouping gives NaN."""
+        """Return the weight; groups give NaN for invalid offsets."""
         return weight
 
     matmul = staticmethod(matmul)
@@ -60,7 +69,10 @@ class UngroupedRows:
     """Returns [N, K], contracted over the rows, of two operands as `quantize_over_rows` returns them."""
 
     def matmul_wide(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return a.T @ b in high precision, of [rows, N] and [rows, K]."""
+        """Return a.T @ b in high precision.
+
+        Of [rows, N] and [rows, K].
+        """
         return a.t() @ b
 
 

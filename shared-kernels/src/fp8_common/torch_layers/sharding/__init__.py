@@ -1,1 +1,1 @@
-"""Sharded FP8 weights: their scales, FSDP2, what the all-gather makes, gradients, replaced parameters."""
+"""Sharded FP8 weights: scales, FSDP2, gathered weights, gradients, replaced parameters."""

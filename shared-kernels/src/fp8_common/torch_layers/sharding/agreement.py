@@ -1,4 +1,6 @@
-"""What ranks agree on: the MAX of int32 bits, exact, in one all-reduce for each process group.
+"""Agreement of ranks: the exact MAX of int32 bits.
+
+One all-reduce for each process group.
 
 Non-negative floats sort like their bits, so the bits of absolute maxima are reduced as int32: NaN wins, then infinity,
 and the result does not depend on the order of ranks. gloo's float MAX keeps or loses a NaN depending on the rank that
@@ -19,10 +21,12 @@ from fp8_common.torch.compat import timeout_of
 
 
 def max_over_ranks(parts: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> tuple[list[torch.Tensor], int]:
-    """Return the largest of each element of int32 `parts` over ranks, in one all-reduce.
+    """Return the elementwise maximum of int32 `parts` over ranks.
+
+    In one all-reduce.
 
     Args:
-        parts: int32, any shapes, equal on all ranks; may be none. They are left as they are.
+        parts: int32, any shapes, equal on all ranks; may be none. They are not changed.
         group: The ranks, which all call this. None, and a group of one rank, send nothing.
 
     Returns:
@@ -42,7 +46,9 @@ def max_over_ranks(parts: Sequence[torch.Tensor], group: dist.ProcessGroup | Non
 def max_by_group(
     parts: Sequence[tuple[torch.Tensor, dist.ProcessGroup | None]],
 ) -> tuple[list[torch.Tensor], int]:
-    """Return the largest of each element of int32 parts over the ranks of their groups, in one all-reduce for each.
+    """Return the elementwise maximum of parts over their groups' ranks.
+
+    int32; in one all-reduce for each group.
 
     Args:
         parts: Tensors as for `max_over_ranks`, each with the ranks that share it, in the same order on all of them.
@@ -63,7 +69,7 @@ def max_by_group(
 
 
 def ranks_along(mesh: DeviceMesh, keep: Sequence[bool]) -> tuple[int, ...]:
-    """Return the global ranks, in order, that this rank meets by walking the dimensions of `mesh` that `keep` marks.
+    """Return global ranks along the `keep` dimensions of `mesh`, in order.
 
     Raises:
         Fp8UnsupportedError: This rank is not part of the mesh.
@@ -76,7 +82,7 @@ def ranks_along(mesh: DeviceMesh, keep: Sequence[bool]) -> tuple[int, ...]:
 
 
 def group_of_parts(parameter: torch.Tensor) -> dist.ProcessGroup | None:
-    """Return the ranks that hold the other parts of a parameter; None if all of it is here.
+    """Return the ranks with other parts of a parameter, or None.
 
     Args:
         parameter: A plain tensor, or a DTensor that is cut along any dimensions of its mesh.
@@ -97,7 +103,9 @@ _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dis
 
 
 def group_of_ranks(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a process group of these global ranks, the same one each time. They all call this, and only they.
+    """Return a process group of global ranks, cached.
+
+    They all call this, and only they.
 
     Args:
         ranks: Global ranks in order.
@@ -111,7 +119,7 @@ def group_of_ranks(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.Proc
         raise Fp8UnsupportedError("There is no default process group: call torch.distributed.init_process_group first.")
     known = _groups.setdefault(world, {})
     if ranks not in known:
-        # An existing group where there is one: each new one costs communicators on GPUs.
+        # An existing group if possible: each new one costs communicators on GPUs.
         same = [group for group in (like, world) if tuple(sorted(dist.get_process_group_ranks(group))) == ranks]
         known[ranks] = same[0] if same else _new_group(ranks, like)
     return known[ranks]

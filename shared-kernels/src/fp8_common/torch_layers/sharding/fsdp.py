@@ -1,7 +1,7 @@
-"""FSDP2 as far as FP8 weights need it: the shards of a model, its hooks and streams, and the buffers of the gather.
+"""FSDP2's private parts for FP8 weights: shards, hooks, streams, buffers.
 
-This file and `fsdp_forwards` alone touch private parts of FSDP2, written for torch 2.11 to 2.15. `check` tells what
-changed when an upgrade breaks one of these names; a test calls it.
+Only this file and `fsdp_forwards` use private parts of FSDP2, written for torch 2.11 to 2.15. `check` reports the
+changed names if an upgrade breaks one of them; a test calls it.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     _import_error: ImportError | None = None
-except ImportError as error:  # an upgrade moved something: say so on use, not at import
+except ImportError as error:  # an upgrade moved a name: raise on use, not at import
     _import_error = error
 
 
@@ -40,7 +40,7 @@ state_of: "Callable[[nn.Module], FSDPState]" = operator.methodcaller("_get_fsdp_
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """One parameter that FSDP2 manages, and the part of it that this rank holds.
+    """One parameter that FSDP2 manages, and its local part.
 
     Attributes:
         module: The module that owns it; of several that share it, the first.
@@ -58,11 +58,11 @@ class Shard:
     fsdp_param: "FSDPParam"
     fsdp_group: "FSDPParamGroup"
 
-    # The next two ask process groups, which may be gone: models whose group was destroyed live on among the others.
+    # The next two call process groups, which may be destroyed: their models may still exist.
 
     @property
     def region(self) -> Region:
-        """Which part of the gathered parameter this rank holds."""
+        """Region of the local part in the gathered parameter."""
         param, dim = self.fsdp_param, self.fsdp_param.fsdp_placement.dim
         # FSDP2 gives every rank a part of this length, so that only the last ones are shorter or empty.
         length = self.padded_shape[dim] if self.padded_shape else 0
@@ -79,7 +79,10 @@ class Shard:
 
     @property
     def parameter(self) -> torch.Tensor:
-        """The sharded parameter as optimizers hold it: a DTensor. Loads and `model.to` may replace it."""
+        """The sharded parameter as optimizers hold it: a DTensor.
+
+        Loads and `model.to` may replace it.
+        """
         return self.fsdp_param.sharded_param
 
     @property
@@ -91,19 +94,25 @@ class Shard:
 
     @property
     def full_name(self) -> str:
-        """Its name from the FSDP root, or in its module before the first forward."""
+        """Its name from the FSDP root.
+
+        Before the first forward, its name in its module.
+        """
         return self.fsdp_param._param_fqn or self.name
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """The dtype in which FSDP2 gathers it: that of its mixed precision, from the first forward on."""
+        """The dtype of FSDP2's gather.
+
+        From its mixed precision, from the first forward on.
+        """
         return getattr(self.fsdp_param, "param_dtype", None) or self.parameter.dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """The dtype in which FSDP2 reduces its gradient, as FSDP2 says; None before the first forward.
+        """The dtype of FSDP2's gradient reduction, None before the first forward.
 
-        A policy without `reduce_dtype` means that of the parameters from torch 2.15 on, before it the gathered one.
+        A policy without `reduce_dtype` means the parameters' dtype from torch 2.15 on, before it the gathered one.
         """
         if not hasattr(self.fsdp_param, "param_dtype"):
             return None
@@ -127,26 +136,29 @@ class Shard:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether FSDP2 holds the gathered parameter now."""
+        """True if FSDP2 holds the gathered parameter now."""
         return self.fsdp_group.is_unsharded
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether FSDP2 has started to gather it and not finished."""
+        """True if FSDP2 has started a gather and not finished it."""
         return self.fsdp_group._all_gather_result is not None
 
     @property
     def gathered_parameter(self) -> torch.Tensor | None:
-        """The parameter that the module has while it is gathered; None before the first gather."""
+        """The module's gathered parameter, None before the first gather."""
         return getattr(self.fsdp_param, "_unsharded_param", None)
 
     @property
     def stays_gathered(self) -> bool:
-        """Whether FSDP2 holds it gathered, and was told to by `set_reshard_after_backward(False)`."""
+        """True if FSDP2 keeps it gathered by `set_reshard_after_backward(False)`."""
         return self.fsdp_group.is_unsharded and not self.fsdp_group.reshard_after_backward
 
     def reshard(self) -> None:
-        """Let FSDP2 drop the gathered parameters of its group, and those in flight, so that it gathers them again."""
+        """Drop FSDP2's gathered parameters, so that it gathers them again.
+
+        Of its group, and those in flight.
+        """
         group: Any = self.fsdp_group
         if (flying := group._all_gather_result) is not None:
             if flying.all_gather_event is not None:
@@ -158,7 +170,10 @@ class Shard:
         group._to_sharded()
 
     def regather(self) -> None:
-        """Reshard; where FSDP2 takes the group for gathered because its backward has begun, gather it now."""
+        """Reshard, or gather now if its backward has begun.
+
+        FSDP2 treats the group as gathered then.
+        """
         self.reshard()
         group = self.fsdp_group
         if group._training_state.name == "PRE_BACKWARD":
@@ -166,10 +181,12 @@ class Shard:
             group.wait_for_unshard()
 
     def peers(self, grid: ScaleGrid | None = None, *, replicas: bool = False) -> tuple[int, ...]:
-        """Return the global ranks, in order, that hold other parts of it: FSDP2's, times those of tensor parallelism.
+        """Return the global ranks with other parts, in order.
+
+        FSDP2's ranks times ranks of tensor parallelism.
 
         Args:
-            grid: Its scales: ranks of tensor parallelism whose parts have scales of their own are left out.
+            grid: Its scales: ranks of tensor parallelism whose parts have separate scales are left out.
             replicas: Include ranks that hold copies of the same part (HSDP).
         """
         parameter: Any = self.parameter
@@ -189,11 +206,13 @@ class Shard:
 
 
 def shards(model: nn.Module | None = None, *, recurse: bool = True) -> Iterator[Shard]:
-    """Yield every parameter that FSDP2 manages, in the order in which all ranks see them, gathered now or not.
+    """Yield every FSDP2 parameter in rank-independent order.
+
+    Gathered now or not.
 
     Args:
         model: Under this module; None is every model of the process.
-        recurse: Also those of its submodules.
+        recurse: Whether to include submodules.
     """
     if _import_error is not None:
         return
@@ -212,7 +231,7 @@ def shards(model: nn.Module | None = None, *, recurse: bool = True) -> Iterator[
 
 
 def named_shards(model: nn.Module) -> Iterator[tuple[str, Shard]]:
-    """Yield the shards under `model` with the names that their parameters have in it."""
+    """Yield the shards under `model` with their parameter names."""
     names = {id(module): name for name, module in model.named_modules()}
     for shard in shards(model):
         if id(shard.module) in names:
@@ -220,9 +239,11 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, Shard]]:
 
 
 def region_of(parameter: torch.Tensor) -> Region:
-    """Return which part of a parameter is here: of a DTensor the local one, of a plain tensor all.
+    """Return the local region of a parameter.
 
-    `torch.distributed.tensor` itself tells where its parts lie, on meshes of any number of dimensions.
+    Of a DTensor the local part, of a plain tensor all.
+
+    `torch.distributed.tensor` itself gives the offsets, on meshes of any number of dimensions.
     """
     if not isinstance(parameter, DTensor):
         return Region.whole(parameter.shape)
@@ -231,7 +252,7 @@ def region_of(parameter: torch.Tensor) -> Region:
 
 
 def find_root(holds: Callable[[Any], bool]) -> nn.Module:
-    """Return the FSDP root module above the first shard whose local tensor `holds` says yes to.
+    """Return the FSDP root of the first shard that `holds` accepts.
 
     Args:
         holds: Called with `Shard.local` of every model in this process.
@@ -254,7 +275,9 @@ def find_root(holds: Callable[[Any], bool]) -> nn.Module:
 
 
 def check_gathers(gathered: Iterable[Shard]) -> None:
-    """Refuse what FSDP2 does not support for tensors that bring gathers of their own. All ranks refuse alike.
+    """Raise where FSDP2 does not support tensors with custom gathers.
+
+    All ranks raise the same error.
 
     Args:
         gathered: The shards of FP8 weights under a root that has run its first forward, or begins it.
@@ -271,7 +294,7 @@ def check_gathers(gathered: Iterable[Shard]) -> None:
                 "FSDP2 supports True and False for them. To keep weights within a node, shard over a two-dimensional "
                 "mesh (HSDP) instead."
             )
-        # FSDP2 would copy biases, beside codes, as bytes into buffers of the old dtype, without a check.
+        # FSDP2 would copy biases, in groups with codes, as bytes into buffers of the old dtype, without a check.
         first = getattr(shard.fsdp_param, "orig_dtype", shard.local.dtype)
         if shard.local.dtype != first:
             raise Fp8Error(
@@ -285,7 +308,7 @@ def check() -> None:
     """Raise if this torch lacks a private name that FP8 weights need.
 
     Raises:
-        Fp8UnsupportedError: Naming what is missing and what to do.
+        Fp8UnsupportedError: With the missing feature and the remedy.
     """
     if _import_error is not None:
         raise Fp8UnsupportedError(
@@ -295,21 +318,29 @@ def check() -> None:
 
 
 def in_forward(root: nn.Module) -> bool:
-    """Return whether the forward of an FSDP root runs now; False if that of a submodule was called alone."""
+    """Return whether an FSDP root's forward runs now.
+
+    False if a submodule's forward was called alone.
+    """
     state = state_of(root)
     return state._state_ctx.iter_forward_root is state
 
 
 def in_any_forward(root: nn.Module) -> bool:
-    """Return whether the forward of an FSDP root, or of a part of it that was called alone, runs now."""
+    """Return whether a forward under an FSDP root runs now.
+
+    The root's, or of a part of it that was called alone.
+    """
     return state_of(root)._state_ctx.iter_forward_root is not None
 
 
 def before_gathers(root: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
-    """Call `prepare(root)` on the current stream, after the optimizer and before the gathers of the root's forward.
+    """Call `prepare(root)` before the gathers of the root's forward.
 
-    By itself FSDP2 lets the streams of its gathers wait for the current stream. After `set_post_optim_event` they wait
-    for that event alone: then `prepare` waits for it, and the gathers for what `prepare` did.
+    On the current stream, after the optimizer.
+
+    By default the streams of FSDP2's gathers wait for the current stream. After `set_post_optim_event` they wait only
+    for that event: then `prepare` waits for it, and the gathers wait for `prepare`.
     """
     state: Any = state_of(root)
     event = state._state_ctx.post_optim_event
@@ -327,7 +358,7 @@ def before_gathers(root: nn.Module, prepare: Callable[[nn.Module], None]) -> Non
 
 @contextlib.contextmanager
 def exclusive_on_device(root: nn.Module) -> Iterator[None]:
-    """Do what is inside after all that was issued before, on any stream, and before all that is issued later.
+    """Order the context's work between earlier and later work, on all streams.
 
     The host waits for the device twice. For work inside of a gather, which is on a stream of FSDP2's own: which stream
     computes cannot be known there.
@@ -339,10 +370,12 @@ def exclusive_on_device(root: nn.Module) -> Iterator[None]:
 
 
 def pad_rows(codes: torch.Tensor, padded_shape: torch.Size) -> torch.Tensor:
-    """Return float8 or uint8 `codes` as contiguous uint8 of `padded_shape`, zeros below the rows it has.
+    """Return `codes` as contiguous uint8 of `padded_shape`, zero-padded.
 
-    uint8, because gloo and older NCCL refuse float8. Padding is at the end, so that the gathered buffer is used as it
-    is.
+    `codes` are float8 or uint8.
+
+    uint8, because gloo and older NCCL do not support float8. Padding is at the end, so that the gathered buffer is used
+    directly.
     """
     data = codes.view(torch.uint8)
     if data.shape == padded_shape:
@@ -354,15 +387,21 @@ def pad_rows(codes: torch.Tensor, padded_shape: torch.Size) -> torch.Tensor:
 
 
 def unpad(gathered: torch.Tensor, full_shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return the gathered uint8 buffer as `dtype` of `full_shape`, without a copy: padding is at the end."""
+    """Return the gathered uint8 buffer as `dtype` of `full_shape`.
+
+    Without a copy: padding is at the end.
+    """
     return gathered.view(-1)[: math.prod(full_shape)].view(dtype).view(full_shape)
 
 
 def _initialized_root(state: "FSDPState") -> "FSDPState":
-    """Initialize the root above a state whose weights are gathered before any forward: `unshard()`, pipelines."""
+    """Initialize the root above weights gathered before any forward.
+
+    By `unshard()`, or in pipelines.
+    """
     module = state._modules[0]
     above = [other for other in _all_states() if any(child is module for child in other._modules[0].modules())]
-    # Of those that contain the module the outermost, which has the most modules.
+    # The outermost of the roots that contain the module, which has the most modules.
     root = max(above, key=lambda other: sum(1 for _ in other._modules[0].modules()))
     root._lazy_init()
     return root
@@ -382,7 +421,10 @@ def _states_under(model: nn.Module, *, recurse: bool = True) -> Iterator["FSDPSt
 
 
 def _groups_of(state: "FSDPState") -> Sequence["FSDPParamGroup"]:
-    """Return the parameter groups of a state; torch 2.11 has at most one."""
+    """Return the parameter groups of a state.
+
+    torch 2.11 has at most one.
+    """
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []

@@ -1,4 +1,4 @@
-"""Forwards and backwards of modules under FSDP2: where they begin, and which codes a backward gathers.
+"""Begin and end of forwards and backwards under FSDP2.
 
 Like `fsdp`, written for the private names of torch 2.11 to 2.15, which a test lists.
 """
@@ -21,7 +21,10 @@ def in_backward() -> bool:
 
 
 def graph_task() -> int:
-    """Return autograd's number of the backward that this thread runs; -1 outside of a backward."""
+    """Return the number of the running backward, -1 outside of one.
+
+    Of this thread.
+    """
     return torch._C._current_graph_task_id()
 
 
@@ -31,17 +34,17 @@ def keeps_graph() -> bool:
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call `call` when the backward that runs now has ended without an exception."""
+    """Call `call` after the running backward ends without an exception."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def next_node() -> int:
-    """Return the number that autograd gives to the next node that this thread makes."""
+    """Return autograd's number of this thread's next node."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def running_node() -> int:
-    """Return autograd's number of the node whose backward runs now; -1 between nodes."""
+    """Return the number of the running backward node, else -1."""
     node = torch._C._current_autograd_node()
     return -1 if node is None else node._sequence_nr()
 
@@ -51,7 +54,9 @@ def on_forwards(
     before: Callable[[tuple[nn.Module, ...], bool], None],
     after: Callable[[tuple[nn.Module, ...], Any, bool], None],
 ) -> None:
-    """Call functions around the forward of every FSDP module under a root that FSDP2 has initialized.
+    """Call functions around forwards of FSDP modules under a root.
+
+    FSDP2 has initialized the root.
 
     FSDP2 calls these two methods of its states for modules and for methods of `register_fsdp_forward_method`, whereas
     hooks of modules do not run for methods.
@@ -118,7 +123,7 @@ def _contains(state: Any, other: Any) -> bool:
 
 
 def on_backward(output: Any, begin: Callable[[torch.Tensor], None], end: Callable[[Any, Any], None]) -> None:
-    """Call `begin` before the backward reaches a tensor of `output`, and `end` after it has passed the tensor."""
+    """Call `begin` before, `end` after the backward passes `output`'s tensors."""
     for tensor in pytree.tree_leaves(output):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.register_hook(begin)

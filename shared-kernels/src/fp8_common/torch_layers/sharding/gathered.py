@@ -1,4 +1,4 @@
-"""`GatheredWeight`: an FP8 weight after the all-gather, codes and scales that act as a weight.
+"""`GatheredWeight`: an FP8 weight after the all-gather.
 
 FP8 layers read its codes; any other operator gets the dequantized values, so that custom layers work too.
 """
@@ -35,20 +35,20 @@ _KEEPS_CODES = {
     aten.view.default,
     aten._unsafe_view.default,
 }
-"""What autograd and FSDP2 do to a weight without looking into it."""
+"""Operators of autograd and FSDP2 on a weight that do not read it."""
 
 _MULTIPLIES = {
     *(aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default),
     *(aten.mm.default, aten.mv.default, aten.addmm.default, aten.bmm.default, aten.linear.default),
 }
-"""What `F.linear(x, layer.weight)`, `x @ layer.weight.T` and `torch.einsum` begin with."""
+"""First operators of `F.linear(x, layer.weight)`, `x @ layer.weight.T` and `torch.einsum`."""
 
 
 class Origin(Protocol):
-    """The weight that codes were gathered of, shared by all views of the gathered tensor.
+    """Source of the gathered codes, shared by all views.
 
     Attributes:
-        number: Number of the codes that the buffer holds now; another forward may have brought others.
+        number: Number of the codes in the buffer; another forward may have replaced them.
         mark: The same as an int64 scalar on the CPU, which autograd saves.
     """
 
@@ -57,14 +57,16 @@ class Origin(Protocol):
 
 
 class GatheredWeight(torch.Tensor):
-    """The whole weight as FP8 codes with its scales; reports `dtype` as the dtype of its gradient.
+    """The whole weight as FP8 codes with scales.
+
+    Reports `dtype`, the dtype of its gradient.
 
     Tensor parallelism gathers activations and gradients in this form too.
 
     Args:
         codes: float8 [rows, columns], contiguous.
         scale_inv: float32 back from FP8: a scalar, [rows, 1], or one for each block; or uint8, the E8M0 codes of MX
-            blocks. It is not copied: a gather that fills it anew fills this one.
+            blocks. It is not copied: a gather that refills it refills this one.
         fmt: Short name of the format.
         dtype: The dtype that the weight stands for (the compute dtype of FSDP2's mixed precision).
         block: The block of each scale, where scales do not broadcast.
@@ -77,7 +79,7 @@ class GatheredWeight(torch.Tensor):
     block: tuple[int, int] | None
     origin: "Origin | None"
     is_weight = True
-    """Whether a product outside of its layer is a mistake."""
+    """Whether a matmul outside of its layer is a mistake."""
 
     @staticmethod
     def __new__(
@@ -95,7 +97,10 @@ class GatheredWeight(torch.Tensor):
         return self
 
     def dequantize(self) -> torch.Tensor:
-        """Return the values, of this shape and dtype: float32 codes times `scale_inv`, rounded to it."""
+        """Return the values, of this shape and dtype.
+
+        float32 codes times `scale_inv`, rounded to it.
+        """
         if self.scale_inv.dtype == torch.uint8:
             return decoding.dequantize_mx(self.codes, self.scale_inv, get_format(self.fmt), self.dtype)
         return decoding.dequantize(self.codes, self.scale_inv, get_format(self.fmt), self.dtype, self.block)
@@ -128,7 +133,10 @@ class GatheredWeight(torch.Tensor):
         return GatheredWeight(inner["codes"], inner["scale_inv"], *context)
 
     def _stable_hash_for_caching(self) -> str:
-        """Name what a compiled graph depends on besides the values: the same in every process."""
+        """Return a compiled graph's dependences besides values.
+
+        The same in every process.
+        """
         return stable_hash(self, self.scale_inv, self.fmt, self.block)
 
     # Python functions of torch run as for any tensor; only the operators that they end in come to `__torch_dispatch__`.
@@ -136,7 +144,7 @@ class GatheredWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Keep codes under views that FSDP2 takes; run everything else on dequantized values."""
+        """Keep codes in FSDP2's views; dequantize for everything else."""
         kwargs = kwargs or {}
         if func in _KEEPS_CODES:
             weight = args[0]
@@ -161,7 +169,7 @@ class GatheredWeight(torch.Tensor):
         return func(*args, **kwargs)
 
 
-# `torch.load` with weights_only=True takes no classes but those that are named here.
+# `torch.load` with weights_only=True accepts only classes that are listed here.
 torch.serialization.add_safe_globals([GatheredWeight])
 
 
@@ -172,7 +180,7 @@ def quantized(gathered: GatheredWeight) -> Quantized:
     if scale_inv.dtype == torch.uint8:
         scale_inv = scale_inv_of_e8m0(scale_inv)
     elif not torch.compiler.is_compiling() and scale_inv.ndim == 0 and scale_inv.storage_offset() % 4:
-        # one among those of all weights: cuBLAS refuses a scalar at an odd address, compilers copy it
+        # a view of all weights' scales: cuBLAS does not accept a scalar at an odd address, compilers copy it
         scale_inv = scale_inv.clone()
     return Quantized(gathered.codes, scale_inv, FORMATS[gathered.fmt], gathered.block)
 
@@ -187,7 +195,7 @@ def finish_gather(
     origin: Origin | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-    """Do what FSDP2's `fsdp_post_all_gather` does, with what arrived of an FP8 weight.
+    """Run `fsdp_post_all_gather` of FSDP2 for the gathered tensors of an FP8 weight.
 
     Args:
         buffer: uint8, the codes of all ranks, which may be padded at the end; FSDP2 refills it in place.
@@ -196,11 +204,11 @@ def finish_gather(
         full_shape: Shape of the weight.
         dtype: The dtype that it stands for.
         origin: As of `GatheredWeight`.
-        out: What an earlier gather of this weight returned, or a DTensor of it; None the first time.
+        out: Result of an earlier gather of this weight, or a DTensor of it; None the first time.
 
     Returns:
-        The weight, and the tensors that FSDP2 frees when it reshards, besides `buffer`; None if `out` is brought up to
-        date instead.
+        The weight, and the tensors that FSDP2 frees when it reshards, besides `buffer`; None if `out` is updated
+        instead.
     """
     target: Any = out if isinstance(out, GatheredWeight) else local_of(out)
     if target is not None:
@@ -215,12 +223,12 @@ def finish_gather(
 
 
 class WeightMemory(NamedTuple):
-    """What a backward knows of a weight of its forward, besides tensors.
+    """A backward's metadata of a forward's weight, besides tensors.
 
     Attributes:
         turned: Whether the codes lie as the gradient of the input contracts them.
         form: Format and block of the codes; None if they were not kept.
-        origin: What tells which codes FSDP2 holds; None for other weights.
+        origin: Identifies the codes that FSDP2 holds; None for other weights.
         number: Number of the codes in the forward.
     """
 
@@ -233,18 +241,20 @@ class WeightMemory(NamedTuple):
 def remember(
     weight: torch.Tensor, operand: Quantized | None, *, needed: bool, keep: bool, compiled: bool
 ) -> tuple[tuple[torch.Tensor | None, ...], WeightMemory]:
-    """Return the three tensors that a backward takes of a weight, any of them None, and what else it knows.
+    """Return a weight's three tensors for the backward, and metadata.
+
+    Any of the tensors may be None.
 
     Args:
         weight: The weight, in any state.
-        operand: What the forward multiplied with; None if its codes are not kept.
+        operand: The operand of the forward; None if its codes are not kept.
         needed: Whether the backward multiplies with it.
         keep: Whether it takes the codes of the forward.
         compiled: Whether a compiler traces the forward.
     """
     kept = operand if needed and keep else None
     turned = None if kept is None else kept.transposed  # the codes that the backward contracts
-    # Compiled code cannot compare: there the hooks of FSDP2 alone bring back the codes of this forward.
+    # Compiled code cannot compare: there only the hooks of FSDP2 restore the codes of this forward.
     origin = getattr(weight, "origin", None) if needed and not compiled else None
     tensors, form = apart(kept if turned is None else turned)
     memory = WeightMemory(turned is not None, form, origin, 0 if origin is None else origin.number)
@@ -252,10 +262,10 @@ def remember(
 
 
 def recall(memory: WeightMemory, tensors: Sequence[torch.Tensor | None], name: str) -> Quantized | None:
-    """Return the codes of a weight that were kept for the backward, or None.
+    """Return the codes kept for the backward, or None.
 
     Raises:
-        Fp8StaleError: FSDP2 holds other codes now than those that the forward multiplied with.
+        Fp8StaleError: FSDP2 holds other codes now than the forward used.
     """
     mark, codes, scale_inv = tensors
     if mark is not None:
@@ -264,12 +274,12 @@ def recall(memory: WeightMemory, tensors: Sequence[torch.Tensor | None], name: s
 
 
 def check_codes(memory: WeightMemory, repeated: int, name: str) -> None:
-    """Compare the codes that FSDP2 holds now with those of the forward.
+    """Compare FSDP2's current codes with the forward's.
 
     Args:
         memory: Of the weight.
         repeated: Number of the codes in the forward, or where a checkpoint has repeated it.
-        name: What the error calls the layer.
+        name: The layer's name in the error.
 
     Raises:
         Fp8StaleError: They are others.
@@ -286,12 +296,15 @@ def check_codes(memory: WeightMemory, repeated: int, name: str) -> None:
 
 
 def apart(saved: torch.Tensor | Quantized | None) -> tuple[tuple[torch.Tensor | None, ...], tuple | None]:
-    """Return the two tensors of an operand and what else is known of it; a tensor is the first of the two."""
+    """Return an operand's two tensors and its metadata.
+
+    A plain tensor is the first of the two.
+    """
     if isinstance(saved, Quantized):
         return (saved.codes, saved.scale_inv), (saved.fmt, saved.block)
     return (saved, None), None
 
 
 def together(saved: torch.Tensor, scale_inv: torch.Tensor | None, form: tuple | None) -> torch.Tensor | Quantized:
-    """Return what `apart` took apart."""
+    """Undo `apart`."""
     return saved if scale_inv is None else Quantized(saved, scale_inv, *(form or ()))

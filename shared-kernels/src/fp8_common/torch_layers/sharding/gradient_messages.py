@@ -1,7 +1,7 @@
-"""Messages of gradients as FP8 codes: rounding into the rows that ranks send, and the sum of what arrives.
+"""Messages of gradients as FP8 codes: rounding and summation.
 
-Each block of 128 elements has a power-of-two scale of its own. Defined in `fp8_common._reference.gradient_messages`.
-On GPUs each direction is one kernel; elsewhere it is made of the references.
+Each block of 128 elements has a power-of-two scale. Defined in `fp8_common._reference.gradient_messages`. On GPUs each
+direction is one kernel; elsewhere it uses the references.
 """
 
 import itertools
@@ -25,10 +25,12 @@ PIECE = 2**15
 def pack_gradients(
     values: torch.Tensor, wide: torch.Tensor, fmt: Format, random: tuple[int, int] | None = None
 ) -> torch.Tensor:
-    """Return a message: for each of n ranks its row of codes, their scales, and elements that stay as they are.
+    """Return a message with codes, scales and unchanged elements.
+
+    A row for each of n ranks.
 
     Args:
-        values: [n, c], a floating-point dtype; its rows may lie apart.
+        values: [n, c], a floating-point dtype; its rows may be strided.
         wide: [n, w], a floating-point dtype.
         fmt: The FP8 format.
         random: Key and offset of the bits of stochastic rounding; None rounds to nearest.
@@ -60,7 +62,9 @@ def pack_gradients(
 def sum_gradients(
     message: torch.Tensor, sizes: tuple[int, int], wide_dtype: torch.dtype, fmt: Format, divisor: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float32 [c] and [w]: sums over the rows of a message, first to last, divided by `divisor`.
+    """Return float32 [c] and [w]: sums over a message's rows.
+
+    First to last, divided by `divisor`.
 
     Args:
         message: uint8 [n, bytes], one row from each rank, made by `pack_gradients`.
@@ -87,7 +91,7 @@ def _round(values: torch.Tensor, fmt: Format, random: tuple[int, int] | None) ->
     expanded = expand_blocks(scales, BLOCK, values.shape)
     if random is None:
         return quantize(values, expanded, fmt, amax), scales
-    # Drawn by NumPy whatever the device: any element's bits follow from its place alone, so all agree.
+    # Drawn by NumPy on any device: any element's bits follow only from its index, so all agree.
     (key, offset), columns = random, values.shape[1]
     codes = torch.empty_like(values, dtype=torch_dtype(fmt))
     # in pieces, which stay in the cache of a CPU
@@ -100,7 +104,10 @@ def _round(values: torch.Tensor, fmt: Format, random: tuple[int, int] | None) ->
 
 
 def _sum_in_order(parts: torch.Tensor, divisor: float) -> torch.Tensor:
-    """Return the sum of float32 [n, m] over its first dimension, first to last, divided."""
+    """Return the sum of float32 [n, m] over n, divided.
+
+    First to last.
+    """
     total = parts[0].clone()
     for part in parts[1:]:
         total += part

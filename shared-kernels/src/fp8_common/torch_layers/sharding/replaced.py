@@ -1,4 +1,4 @@
-"""`mark_replaced`: an optimizer that holds a parameter which a conversion has replaced refuses to step.
+"""`mark_replaced`: makes optimizers of replaced parameters raise.
 
 Without this it would step without an error and train nothing, because the old parameters get no gradients any more.
 """
@@ -16,10 +16,10 @@ MARK = "_fp8_replaced_by"
 
 
 def mark_replaced(parameter: torch.Tensor, by: str) -> None:
-    """Remember that a model has another parameter in place of this one.
+    """Mark a parameter that a model has replaced by another.
 
     Args:
-        parameter: The one that the model no longer has. While it lives, optimizers that hold it refuse to step.
+        parameter: The replaced one. While it exists, optimizers that hold it raise in their steps.
         by: The call that replaced it, for the error.
     """
     # An attribute and no registry: it lives as long as the parameter, which optimizers hold by identity.
@@ -29,17 +29,17 @@ def mark_replaced(parameter: torch.Tensor, by: str) -> None:
 
 @cache
 def watch_optimizers() -> None:
-    """Look at every optimizer step of this process, from now on, whether the optimizer holds marked parameters."""
+    """Check every optimizer step of this process for marked parameters."""
     # One hook that keeps nothing between calls: no step inside of another one, and no thread, can confuse it.
     register_optimizer_step_pre_hook(_refuse)
 
 
 @disable_compiler
 def _refuse(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    """Refuse to step.
+    """Raise for the step.
 
     Raises:
-        Fp8Error: A parameter that should learn was replaced. One with a gradient is still used by somebody: another
+        Fp8Error: A parameter with `requires_grad` was replaced. A parameter with a gradient is still in use: by another
             model that shared it.
     """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]

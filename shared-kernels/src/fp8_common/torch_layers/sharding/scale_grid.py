@@ -1,4 +1,4 @@
-"""`ScaleGrid`: where the scales of a weight lie, on all of it and on the part that a rank holds.
+"""`ScaleGrid`: places of a weight's scales, whole and on a part.
 
 A part is turned into integer amax bits, whose MAX over ranks gives the scales of the whole weight; of these the grid
 finds the scales of the part. Every rank can know all scales: at most 4 bytes for a row, or for a block of 16,384
@@ -28,7 +28,7 @@ BLOCKS: dict[str, Block] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:
-    """Which part of a weight a tensor is: it begins at `offset`, and is as long as it is.
+    """Region of a tensor in a weight: begins at `offset`.
 
     Attributes:
         full_shape: Shape of the whole weight, [..., rows, columns].
@@ -46,15 +46,15 @@ class Region:
 
     @staticmethod
     def along(dim: int, first: int, full_shape: torch.Size) -> "Region":
-        """Return the region of a part that is cut along one dimension and begins at index `first` there."""
+        """Return a part's region, sharded along one dimension from `first`."""
         return Region(full_shape, tuple(first if axis == dim else 0 for axis in range(len(full_shape))))
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaleGrid:
-    """The scales of weights that are quantized alike.
+    """The scales of equally quantized weights.
 
-    Two grids are equal if they scale all weights alike.
+    Two grids are equal if they scale all weights in the same way.
 
     Args:
         cast: Format, granularity and scale policy.
@@ -62,8 +62,8 @@ class ScaleGrid:
         transposed: Weights are stored as [..., in_features, out_features]; their "rows" lie along the last dimension.
 
     Attributes:
-        block: What shares a scale.
-        is_mx: Whether scales are E8M0 codes, which travel with the part that they belong to: nothing is agreed on.
+        block: Elements per scale.
+        is_mx: Whether scales are E8M0 codes, which are sent with their part: ranks agree on nothing.
 
     Raises:
         Fp8Error: Weights are not quantized with this granularity.
@@ -92,19 +92,25 @@ class ScaleGrid:
 
     @property
     def tile(self) -> tuple[int, int] | None:
-        """The block, where scales do not broadcast to the weight and are to be repeated over it; else None."""
+        """The block to repeat scales over, None if they broadcast."""
         return None if broadcasts(self.block) else self.block
 
     def divides(self, dim: int, ndim: int) -> bool:
-        """Return whether parts of a weight of `ndim` dimensions that are cut along `dim` have scales of their own."""
+        """Return whether parts sharded along `dim` have separate scales.
+
+        Of a weight of `ndim` dimensions.
+        """
         return self.block is not None and self._sides(ndim)[dim] > 0
 
     def shape(self, full_shape: torch.Size) -> torch.Size:
-        """Return the shape of the scales of a whole weight: () or that of the weight, divided by the blocks."""
+        """Return the shape of a whole weight's scales.
+
+        () or the weight's shape, divided by the blocks.
+        """
         return torch.Size(scale_shape(full_shape, self.block))
 
     def amax_bits(self, part: torch.Tensor, region: Region) -> torch.Tensor:
-        """Return the bits of the absolute maxima of a part, int32 [k], in the places that they have in the weight.
+        """Return a part's amax bits, int32 [k], in the weight's places.
 
         Args:
             part: float16, bfloat16 or float32; may be empty.
@@ -128,17 +134,25 @@ class ScaleGrid:
         return bits.reshape(-1)
 
     def amax(self, bits: torch.Tensor, full_shape: torch.Size) -> torch.Tensor:
-        """Return the float32 absolute maxima, of the shape of the scales, of reduced int32 `bits` [k]."""
+        """Return float32 amax, shaped like the scales, from `bits` [k].
+
+        Reduced int32 bits.
+        """
         return bits.view(torch.float32).view(self.shape(full_shape))
 
     def scales(self, bits: torch.Tensor, full_shape: torch.Size) -> torch.Tensor:
-        """Return the float32 scales of the whole weight from reduced int32 `bits` [k]."""
+        """Return the whole weight's float32 scales from `bits` [k].
+
+        Reduced int32 bits.
+        """
         return casts.scale_from_amax(self.amax(bits, full_shape), self.cast.fp8_format, self.cast.policy)
 
     def of_part(self, scales: torch.Tensor, part_shape: torch.Size, region: Region) -> torch.Tensor:
-        """Return float32 scales that broadcast to a part, of the `scales` of the whole weight.
+        """Return scales that broadcast to a part.
 
-        A part may be longer than what is left of the weight. That padding has scale 1: zeros stay zeros.
+        Of the `scales` of the whole weight, float32.
+
+        A part may exceed the rest of the weight. That padding has scale 1: zeros stay zeros.
         """
         if self.block is None:
             return scales
@@ -159,15 +173,15 @@ class ScaleGrid:
         return scales
 
     def quantize_part(self, part: torch.Tensor, scales: torch.Tensor, region: Region) -> torch.Tensor:
-        """Return float8 codes of a part, quantized with the float32 `scales` of the whole weight."""
+        """Return float8 codes of a part, with the whole weight's `scales`."""
         return casts.quantize(part, self.of_part(scales, part.shape, region), self.cast.fp8_format)
 
     def quantize_whole(self, weight: torch.Tensor, *, both: bool = False) -> Quantized:
-        """Return float8 codes of the shape of `weight` and its scales, which are made from itself.
+        """Return float8 codes of `weight` and its own scales.
 
-        `both` says whether the same codes are wanted transposed, too.
+        `both`: whether the transposed codes are needed, too.
         """
-        # compiled, one launch writes what the output and the gradient of the input need
+        # compiled, one launch writes the operands of the output and of the input's gradient
         both = both or casts.fuses(weight)
         if both and self.block == (1, 0):
             return casts.quantize_turned_rows(weight, self.cast.fp8_format, self.cast.policy)
@@ -177,7 +191,9 @@ class ScaleGrid:
     def quantize_and_compare(
         self, part: torch.Tensor, scales: torch.Tensor, bits: torch.Tensor, region: Region
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `quantize_part`, and a bool scalar: whether the amax bits of the part are not `bits` [k] any more.
+        """Return `quantize_part`, and whether the part's amax changed.
+
+        A bool scalar: whether its amax bits differ from `bits` [k].
 
         A tensor with a single scale is read once.
         """
@@ -187,12 +203,15 @@ class ScaleGrid:
         return self.quantize_part(part, scales, region), (self.amax_bits(part, region) != bits).any()
 
     def _sides(self, ndim: int) -> tuple[int, ...]:
-        """Return how long a block is along each dimension, 0 for a whole side, 1 for each expert."""
+        """Return block lengths by dimension.
+
+        0 for a whole side, 1 for each expert.
+        """
         if self.block is None:
             return (0,) * ndim
         return (*(1 for _ in range(ndim - 2)), *self.block)
 
     def _start(self, offset: int, dim: int, ndim: int) -> tuple[int, int]:
-        """Return the block that holds the element `offset` along `dim`, and the element's place in that block."""
+        """Return the block of element `offset` along `dim`, and its place."""
         side = self._sides(ndim)[dim]
         return divmod(offset, side) if side else (0, 0)
