@@ -14,7 +14,7 @@ from fp8_common import Fp8Error, Recipe, _command
 from fp8_common.presets import mx
 from fp8_common.recipe import CastRecipe
 from fp8_common.testing import certify
-from fp8_common.testing.certify import GRADIENT, Answer, cast_of, casts_of, engines, explanations, rows, table
+from fp8_common.testing.certify import GRADIENT, PropertyResult, cast_of, casts_of, engines, explanations, rows, table
 from fp8_common.torch.certify import Function, ranks
 from tests.helpers import planted
 from tests.helpers.ranks import PRELOADED
@@ -37,8 +37,8 @@ def asked(model, *properties, inputs=INPUTS, **options):
     return certify(model, inputs, properties=properties, **options)
 
 
-def says(found):
-    return [answer.says for answer in found.values()]
+def results(found):
+    return [answer.result for answer in found.values()]
 
 
 @pytest.mark.parametrize("name", VIOLATIONS)
@@ -47,19 +47,19 @@ def test_a_planted_violation_is_named_with_its_layer(name):
     found = asked(planted.Planted(layer), name, *kept)
     assert found[name].layer == ("step 3: middle" if name == "replayable" else "middle")
     assert found[name].output is not None
-    assert says(found) == ["no", *["yes"] * len(kept)]
+    assert results(found) == ["no", *["yes"] * len(kept)]
 
 
 def test_a_counterexample_is_one_element_and_small():
     found = asked(planted.Planted(planted.peek), "causal")["causal"]
     example, token, _ = found.input
     assert found.output[:2] == (example, token - 1)
-    before, after = map(float, re.findall(r"input\[.*?\] (\S+) -> (\S+),", found.why)[0])
+    before, after = map(float, re.findall(r"input\[.*?\] (\S+) -> (\S+),", found.reason)[0])
     assert 0 < abs(after - before) <= 2.0**-9 * (1 + abs(before))
 
 
 def test_an_honest_model_has_no_violation():
-    assert set(says(asked(HONEST, "causal", "batch-invariant", "padding-invariant"))) == {"yes"}
+    assert set(results(asked(HONEST, "causal", "batch-invariant", "padding-invariant"))) == {"yes"}
 
 
 @pytest.mark.distributed
@@ -70,15 +70,15 @@ def test_a_constant_of_the_rank_is_named(monkeypatch):
     with ranks() as pool:
         model = planted.Planted(planted.add_a_constant_of_the_rank)
         found = asked(model, "mesh-invariant", pool=pool)["mesh-invariant"]
-        assert (found.says, found.layer) == ("no", "middle")
-        assert "on 2 ranks, rank 1" in found.why
-        assert says(asked(HONEST, "mesh-invariant", pool=pool)) == ["yes"]
+        assert (found.result, found.layer) == ("no", "middle")
+        assert "on 2 ranks, rank 1" in found.reason
+        assert results(asked(HONEST, "mesh-invariant", pool=pool)) == ["yes"]
 
 
 def test_a_model_that_cannot_travel_is_not_asked_and_explanations_are_sentences():
     found = asked(lambda x: torch.round(x), "idempotent", "mesh-invariant")
-    assert says(found) == ["yes", "not asked"]
-    assert "build=" in found["mesh-invariant"].why
+    assert results(found) == ["yes", "untested"]
+    assert "build=" in found["mesh-invariant"].reason
     assert table({"mine": found}, ["idempotent"]) == "|  | idempotent |\n| --- | --- |\n| mine | yes |"
     assert all(line.endswith(".") for line in explanations({"mine": found}))
 
@@ -86,10 +86,10 @@ def test_a_model_that_cannot_travel_is_not_asked_and_explanations_are_sentences(
 def test_a_cast_or_a_function_that_is_not_idempotent_is_named():
     up, down = (CastRecipe(granularity="mx", policy=mx(mode)) for mode in ("stable", "rceil"))
     found = asked(HONEST, "idempotent", casts={"up": cast_of(up), "down": cast_of(down)})["idempotent"]
-    assert (found.says, found.layer) == ("no", "down")
-    assert "scale" in found.why
+    assert (found.result, found.layer) == ("no", "down")
+    assert "scale" in found.reason
     stable = Recipe(name="stable", input=up, weight=up, grad_output=up)
-    assert says(asked(HONEST, "idempotent", casts=casts_of(stable))) == ["yes"]
+    assert results(asked(HONEST, "idempotent", casts=casts_of(stable))) == ["yes"]
 
     def truncated(x):
         return torch.floor(x * 4) / 4 - 2.0**-3
@@ -101,7 +101,7 @@ def test_tokens_are_numbers_too():
     model = torch.nn.Sequential(torch.nn.Embedding(11, 6), Function(planted.peek))
     tokens = torch.randint(11, (2, 3), generator=torch.Generator().manual_seed(0))
     found = asked(model, "causal", "batch-invariant", inputs=tokens)
-    assert (says(found), found["causal"].layer) == (["no", "yes"], "1")
+    assert (results(found), found["causal"].layer) == (["no", "yes"], "1")
 
 
 def test_a_jax_function_that_peeks_is_named():
@@ -114,7 +114,7 @@ def test_a_jax_function_that_peeks_is_named():
 
     model, properties = (function, jnp.asarray(np.eye(6, dtype=np.float32))), ("causal", "batch-invariant")
     found = asked(model, *properties, "mesh-invariant", "replayable", inputs=INPUTS.numpy())
-    assert (says(found), found["causal"].layer) == (["no", "yes", "not asked", "yes"], "middle")
+    assert (results(found), found["causal"].layer) == (["no", "yes", "untested", "yes"], "middle")
 
 
 def test_bad_questions_are_refused():
@@ -152,7 +152,7 @@ def test_the_table_in_the_page_is_what_runs_say():
     assert set(page) == set(committed)
     if peers:
         peer = found["torchao tensorwise"]["causal"]
-        assert (peer.says, len(peer.input), len(peer.output)) == ("no", 3, 3)
+        assert (peer.result, len(peer.input), len(peer.output)) == ("no", 3, 3)
         assert peer.layer in ("up", "down")
 
 
@@ -160,8 +160,8 @@ def test_the_rows_whose_outputs_an_engine_can_give_are_named():
     both = ("causal", "batch-invariant")
     found = {"mine": asked(HONEST, *both), "other": asked(planted.Planted(planted.peek), *both)}
     found |= {"unasked": asked(HONEST, "causal")}
-    gradient = Answer(says="no", layer=f"up{GRADIENT}")
-    found |= {"rows": {"causal": Answer(says="yes"), "batch-invariant": gradient}}
+    gradient = PropertyResult(result="no", layer=f"up{GRADIENT}")
+    found |= {"rows": {"causal": PropertyResult(result="yes"), "batch-invariant": gradient}}
     able, unable = engines(found)
     assert able.endswith("can give the outputs of: mine, rows.")
     assert "cannot give those of: other." in unable

@@ -183,7 +183,7 @@ def _doctor(options: argparse.Namespace) -> int:
     gpu = None if options.gpu is None else gpu_named(options.gpu)
     choice, machine = backend(), detect()
     if gpu is not None:
-        notes = filter(None, [link_note(gpu), f"This machine was not asked for its GPU: {gpu.name} is another one."])
+        notes = filter(None, [link_note(gpu), f"The GPU of this machine is not used: {gpu.name} was given."])
         machine = dataclasses.replace(machine, devices=(machine.devices[0], gpu), notes=tuple(notes))
     plugins = discover(machine)
     _write((doctor_facts if options.json else doctor_text)(machine, plugins, choice))

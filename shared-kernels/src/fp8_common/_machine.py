@@ -107,7 +107,7 @@ def detect() -> Machine:
         if name in versions and not accelerators:
             accelerators, note = _try_framework(name, probe)
             notes += [note] if note else []
-    # Queried last: it cannot tell whether a framework can use the GPU, the subject of the report.
+    # Queried last: it cannot detect whether a framework can use the GPU, the subject of the report.
     if not accelerators and (accelerators := nvidia_smi_devices()):
         notes.append("The driver sees a GPU that no installed framework can use; install a build with GPU support.")
     notes += dict.fromkeys(filter(None, map(link_note, accelerators)))

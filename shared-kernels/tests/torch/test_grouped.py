@@ -300,7 +300,7 @@ def test_where_only_the_device_knows_that_offsets_do_not_fit_results_are_nan(off
 def test_the_device_is_never_asked_for_offsets_that_do_not_fit(monkeypatch, on_the_device, recipe, ends, how):
     """All three products, as where the host does not know the offsets; what they give is NaN."""
     monkeypatch.setattr(GroupOffsets, "known_on_host", property(lambda groups: False))
-    monkeypatch.setattr(segments, "check_offsets", lambda offsets, rows: None)
+    monkeypatch.setattr(group_offsets, "check_offsets", lambda offsets, rows: None)
     monkeypatch.setattr(grouped_matmul, "device_multiplies", lambda device: how)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(EXPERTS, ROWS, COLUMNS, generator=generator).bfloat16().requires_grad_()

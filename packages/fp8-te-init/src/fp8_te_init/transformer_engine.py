@@ -142,7 +142,8 @@ class TeWeight:
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
         """Return uint8 codes of values [n, columns] by the tensor's own quantizer.
 
-        A tensor with one scale keeps it. Only the scale back is stored. Each scale into FP8 whose reciprocal it is, is tried.
+        A tensor with one scale keeps it. Only its reciprocal is stored, so each scale into FP8 that has this
+        reciprocal is tried.
         """
         if self._kind != PER_TENSOR:
             made = self._tensor._quantizer(values.to(self.dtype).view(self._tensor.shape))

@@ -116,7 +116,7 @@ class Float8ReduceScatter:
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise Fp8UnsupportedError(
                 "Compressed gradients are reduced by SUM or AVG; set_gradient_divide_factor is not supported. "
-                "Call module.set_force_sum_reduction_for_comms(True) on each FSDP module: the division is then separate."
+                "Call module.set_force_sum_reduction_for_comms(True) on each FSDP module, for a separate division."
             )
         rows = input_tensor.view(group.size(), -1)
         sizes, coded = self._parts(rows.shape[1])

@@ -3,8 +3,8 @@
 Row r of a message goes to, or came from, rank r: codes, then a float32 scale for every 128 of them (see
 `fp8_common._reference.gradient_messages.MessageRows`). Element j of row r takes its random bits from word j % 4 of
 counter `offset` + 32 * ceil(C / 128) * r + j // 4: a row begins with a new block of counters. Bits come from Philox
-4x32-10: the key is the 64-bit seed (low word first), the counter its (low word, high word, 0, 0); `fp8_common.random_bits` draws
-the same on NumPy. The rule of rounding is `fp8_common.encode_stochastic`.
+4x32-10: the key is the 64-bit seed (low word first), the counter its (low word, high word, 0, 0);
+`fp8_common.random_bits` draws the same in NumPy. The rounding rule is `fp8_common.encode_stochastic`.
 """
 
 import math
@@ -101,7 +101,7 @@ def pack_gradients_kernel(
 ):
     """Write codes and scales of gradients x [rows, C].
 
-    Rows of x are X_PITCH elements apart; a program has BLOCKS blocks.
+    Rows of x have the stride X_PITCH; a program has BLOCKS blocks.
 
     PITCH is the length of a row of the message in bytes, a multiple of 16.
     """
@@ -214,7 +214,7 @@ def pack_gradients(
 def sum_gradients(ranks: int, columns: int, pitch: int, fmt: str | Format, dtype: str, divisor: float) -> Launch:
     """Plan the sum over a message's rows, divided by `divisor`.
 
-    Codes are [ranks, columns], `pitch` bytes apart.
+    Codes are [ranks, columns] with a row stride of `pitch` bytes.
     """
     # Dividing by a power of two and multiplying by its inverse give the same number.
     inverse = 1 / divisor if math.frexp(divisor)[0] == 0.5 else None

@@ -245,7 +245,7 @@ def rowwise_transposed_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Cast rows and store them in both layouts; M % 4 == 0.
+    """Cast rows and store them in both layouts.
 
     The second read of x comes from the L2 cache.
 

@@ -44,30 +44,30 @@ STRENGTHS = (1.0, 64.0, 2.0**14)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class PropertyResult:
     """Result for one property.
 
     Attributes:
-        says: "yes", "no", or "not asked".
-        why: The counterexample, or why it was not tested; one sentence, empty for "yes".
+        result: "yes", "no", or "untested".
+        reason: The counterexample, or why it was not tested; one sentence, empty for "yes".
         layer: The first layer that differs, as the model names it; "NAME gradient" for a parameter's gradient.
         input: Index of the changed element of the inputs, where one was changed.
         output: Index of the first element of the layer's output, or of the gradient, that differs.
     """
 
-    says: Literal["yes", "no", "not asked"]
-    why: str = ""
+    result: Literal["yes", "no", "untested"]
+    reason: str = ""
     layer: str | None = None
     input: tuple[int, ...] | None = None
     output: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         """Return the cell of a table."""
-        shown = "-" if self.says == "not asked" else self.says
+        shown = "-" if self.result == "untested" else self.result
         return shown + " (gradient)" * (self.layer or "").endswith(GRADIENT)
 
 
-Certificate = Mapping[Property, Answer]
+Certificate = Mapping[Property, PropertyResult]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +120,7 @@ def ask(subject: Subject, properties: Sequence[Property] = PROPERTIES) -> Certif
     check(properties)
     if subject.inputs.ndim < 2 or min(subject.inputs.shape[:2]) < 2:
         raise Fp8Error(f"inputs must be [examples, tokens, ...], at least 2 of each, got {subject.inputs.shape}.")
-    return {name: _QUESTIONS[name](subject) for name in properties}
+    return {name: _TESTS[name](subject) for name in properties}
 
 
 def check(properties: Sequence[str]) -> None:
@@ -236,7 +236,7 @@ def example() -> tuple[NDArray[np.float32], dict[str, NDArray[np.float32]]]:
 
 def difference(
     one: Trace, other: Trace, kept: NDArray[np.bool_] | None = None, gradients: bool = True
-) -> Answer | None:
+) -> PropertyResult | None:
     """Return the first difference of traces as "no", or None.
 
     NaN equals NaN.
@@ -259,13 +259,15 @@ def difference(
                 continue
             chosen = kept.reshape(*kept.shape, *(1,) * (a.ndim - 2))
         if a.shape != b.shape:
-            return Answer(says="no", why=f"{layer} is {a.shape}, and then {b.shape}", layer=layer)
+            return PropertyResult(result="no", reason=f"{layer} is {a.shape}, and then {b.shape}", layer=layer)
         bits = f"u{a.dtype.itemsize}"
         differs = (a.view(bits) != b.view(bits)) & ~(np.isnan(a) & np.isnan(b))
         differs = differs if chosen is None else differs & chosen
         if differs.any():
             at = tuple(int(i) for i in np.argwhere(differs)[0])
-            return Answer(says="no", why=f"{layer}{list(at)} is {a[at]}, and then {b[at]}", layer=layer, output=at)
+            return PropertyResult(
+                result="no", reason=f"{layer}{list(at)} is {a[at]}, and then {b[at]}", layer=layer, output=at
+            )
     return None
 
 
@@ -294,7 +296,9 @@ def engines(rows: Mapping[str, Certificate]) -> Iterator[str]:
 def explanations(rows: Mapping[str, Certificate]) -> Iterator[str]:
     """Yield a sentence for each result that is not yes."""
     for name, found in rows.items():
-        yield from (f"{name}, {each}: {answer.says}: {answer.why}." for each, answer in found.items() if answer.why)
+        yield from (
+            f"{name}, {each}: {answer.result}: {answer.reason}." for each, answer in found.items() if answer.reason
+        )
 
 
 def _changed(x: NDArray[Any], strength: float) -> NDArray[Any]:
@@ -304,7 +308,9 @@ def _changed(x: NDArray[Any], strength: float) -> NDArray[Any]:
     return (x.astype(np.float32) + np.float32(strength) * (1 + abs(x.astype(np.float32)))).astype(x.dtype)
 
 
-def _depends(subject: Subject, free: NDArray[np.bool_], kept: NDArray[np.bool_], gradients: bool) -> Answer | None:
+def _depends(
+    subject: Subject, free: NDArray[np.bool_], kept: NDArray[np.bool_], gradients: bool
+) -> PropertyResult | None:
     """Return the smallest effective change of `free` tokens, or None.
 
     It changes results of `kept` tokens.
@@ -312,7 +318,7 @@ def _depends(subject: Subject, free: NDArray[np.bool_], kept: NDArray[np.bool_],
     x = subject.inputs
     base = subject.run(x, kept, 1)
 
-    def with_change(elements: NDArray[np.int64], strength: float) -> tuple[Answer | None, NDArray[Any]]:
+    def with_change(elements: NDArray[np.int64], strength: float) -> tuple[PropertyResult | None, NDArray[Any]]:
         changed = x.copy().reshape(-1)
         changed[elements] = _changed(x, strength).reshape(-1)[elements]
         trace = subject.run(changed.reshape(x.shape), kept, 1)
@@ -336,58 +342,58 @@ def _depends(subject: Subject, free: NDArray[np.bool_], kept: NDArray[np.bool_],
             strength, found, changed = strength / 2, weaker, moved
         at = tuple(int(i) for i in np.unravel_index(elements[0], x.shape))
         more = f" and {len(elements) - 1} more" if len(elements) > 1 else ""
-        why = f"with input{list(at)}{more} {x[at]} -> {changed[elements[0]]}, {found.why}"
-        return dataclasses.replace(found, why=why, input=at)
+        why = f"with input{list(at)}{more} {x[at]} -> {changed[elements[0]]}, {found.reason}"
+        return dataclasses.replace(found, reason=why, input=at)
     return None
 
 
-def _causal(subject: Subject) -> Answer:
+def _causal(subject: Subject) -> PropertyResult:
     token = np.broadcast_to(np.arange(subject.inputs.shape[1]), subject.inputs.shape[:2])
     for last in range(subject.inputs.shape[1] - 1):
         if found := _depends(subject, token > last, token <= last, gradients=False):
             return found
-    return Answer(says="yes")
+    return PropertyResult(result="yes")
 
 
-def _batch(subject: Subject) -> Answer:
+def _batch(subject: Subject) -> PropertyResult:
     other = np.zeros(subject.inputs.shape[:2], bool)
     other[1:] = True
-    return _depends(subject, other, ~other, gradients=True) or Answer(says="yes")
+    return _depends(subject, other, ~other, gradients=True) or PropertyResult(result="yes")
 
 
-def _padding(subject: Subject) -> Answer:
+def _padding(subject: Subject) -> PropertyResult:
     padding = np.zeros(subject.inputs.shape[:2], bool)
     padding[:, -max(1, padding.shape[1] // 4) :] = True
-    return _depends(subject, padding, ~padding, gradients=True) or Answer(says="yes")
+    return _depends(subject, padding, ~padding, gradients=True) or PropertyResult(result="yes")
 
 
-def _chunks(subject: Subject) -> Answer:
+def _chunks(subject: Subject) -> PropertyResult:
     examples = len(subject.inputs)
     everything = np.ones(subject.inputs.shape[:2], bool)
     whole = subject.run(subject.inputs, everything, 1)
     for chunks in (n for n in range(2, examples + 1) if examples % n == 0):
         if found := difference(whole, subject.run(subject.inputs, everything, chunks)):
-            return dataclasses.replace(found, why=f"in {chunks} micro-batches {found.why}")
-    return Answer(says="yes")
+            return dataclasses.replace(found, reason=f"in {chunks} micro-batches {found.reason}")
+    return PropertyResult(result="yes")
 
 
-def _mesh(subject: Subject) -> Answer:
+def _mesh(subject: Subject) -> PropertyResult:
     if subject.meshes is None:
-        return Answer(says="not asked", why="no mesh of processes for this framework")
+        return PropertyResult(result="untested", reason="no mesh of processes for this framework")
     try:
         traces = dict(subject.meshes())
     except Fp8Error as error:
-        return Answer(says="not asked", why=str(error).rstrip("."))
+        return PropertyResult(result="untested", reason=str(error).rstrip("."))
     first = traces.pop(next(iter(traces)))
     for mesh, trace in traces.items():
         if found := difference(first, trace):
-            return dataclasses.replace(found, why=f"on {mesh} {found.why}")
-    return Answer(says="yes")
+            return dataclasses.replace(found, reason=f"on {mesh} {found.reason}")
+    return PropertyResult(result="yes")
 
 
-def _replay(subject: Subject) -> Answer:
+def _replay(subject: Subject) -> PropertyResult:
     if subject.reload is None:
-        return Answer(says="not asked", why="nothing says how its state is saved")
+        return PropertyResult(result="untested", reason="the subject has no state to save")
     everything = np.ones(subject.inputs.shape[:2], bool)
 
     def two_steps(state: Any, first: int) -> tuple[Trace, Any]:
@@ -402,12 +408,16 @@ def _replay(subject: Subject) -> Answer:
     _, middle = two_steps(subject.start(), 1)
     loaded = subject.reload(middle)
     found = difference(two_steps(middle, 3)[0], two_steps(loaded, 3)[0])
-    return Answer(says="yes") if found is None else dataclasses.replace(found, why=f"after a load {found.why}")
+    return (
+        PropertyResult(result="yes")
+        if found is None
+        else dataclasses.replace(found, reason=f"after a load {found.reason}")
+    )
 
 
-def _idempotent(subject: Subject) -> Answer:
+def _idempotent(subject: Subject) -> PropertyResult:
     if not subject.casts:
-        return Answer(says="not asked", why="no casts are known; pass casts={name: function}")
+        return PropertyResult(result="untested", reason="no casts are known; pass casts={name: function}")
     drawn = np.random.default_rng(0)
     # few mantissas in the first ones, so that a counterexample is a short number
     tops = np.concatenate([np.arange(128, 512) / 16, np.exp2(drawn.uniform(0, 6, 200))]).astype(np.float32)
@@ -419,12 +429,12 @@ def _idempotent(subject: Subject) -> Answer:
             for number, (a, b) in enumerate(zip(first, cast(np.asarray(first[0], x.dtype)), strict=True)):
                 if found := difference({layer: np.asarray(a)}, {layer: np.asarray(b)}):
                     what = ("value", "scale", "code")[min(number, 2)]
-                    why = f"with the largest value {top}, the {what} {found.why}"
-                    return dataclasses.replace(found, why=why, input=(0, 0))
-    return Answer(says="yes")
+                    why = f"with the largest value {top}, the {what} {found.reason}"
+                    return dataclasses.replace(found, reason=why, input=(0, 0))
+    return PropertyResult(result="yes")
 
 
-_QUESTIONS: dict[str, Callable[[Subject], Answer]] = {
+_TESTS: dict[str, Callable[[Subject], PropertyResult]] = {
     "causal": _causal,
     "batch-invariant": _batch,
     "padding-invariant": _padding,

@@ -28,7 +28,7 @@ from fp8_common.torch.compat import FakeTensor, assume_constant_result, current_
 
 
 class _Shown(threading.local):
-    """Launches traced by `shown` on this thread: None, or their number so far."""
+    """Launches traced by `shown` on this thread; None outside."""
 
     launches: int | None = None
 

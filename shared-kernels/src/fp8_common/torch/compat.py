@@ -162,7 +162,7 @@ def decompose(
 
         class Key(CustomGraphModulePass):
             def __call__(self, gm: torch.fx.GraphModule) -> None:
-                """Never runs, because no device has its name; its return value below is part of the key of every cache."""
+                """Never runs: no device has its name. `uuid` is part of every cache key."""
 
             def uuid(self) -> str:
                 return key()

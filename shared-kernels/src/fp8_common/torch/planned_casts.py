@@ -321,7 +321,7 @@ def of_both(
 def of_transposed_rows(
     fmt: Format, codes: torch.Tensor, transposed: torch.Tensor, scale_inv: torch.Tensor
 ) -> Quantized:
-    """Return a `Quantized` of `TransposedRowsCast.raw`: the transpose has the scales of its columns."""
+    """Return a `Quantized` of `TransposedRowsCast.raw`."""
     return Quantized(codes, scale_inv[..., None], fmt, None, Quantized(transposed, scale_inv[..., None, :], fmt))
 
 

@@ -305,7 +305,7 @@ def _cast_both(
 def _row_product(a: _Slices, b: _Slices, out: str, unscaled: DTypeLike, **settings: Any) -> jax.Array:
     """Multiply in `unscaled`, and scale back; float32."""
     how = Contraction(a.letters, b.letters, out)
-    # a barrier around the product of both would keep XLA on GPUs from multiplying in the matmul's own pass
+    # a barrier around both factors would keep XLA on GPUs from scaling in the matmul's epilogue
     a_factor, b_factor = lax.optimization_barrier([how.align(one.back, one.letters) for one in (a, b)])
     result = how.apply(a.codes, b.codes, unscaled, **settings).astype(jnp.float32)
     return result * (a_factor * b_factor)
