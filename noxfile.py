@@ -93,9 +93,10 @@ def pytest(session: nox.Session, *options: str, paths: tuple[str, ...], document
 
 @session
 def lint(session: nox.Session) -> None:
-    """Check style, spelling, types and who imports whom."""
+    """Check style, spelling, English, types and imports."""
     install(session, *PACKAGES, groups=("lint", "types"))
-    for command in ("ruff check .", "ruff format --check .", "codespell", "lint-imports", "pyrefly check"):
+    checks = "ruff check .", "ruff format --check .", "codespell", "python .ci/prose", "lint-imports", "pyrefly check"
+    for command in checks:
         session.run(*command.split())
 
 

@@ -77,7 +77,7 @@ class Choice:
     """One configuration.
 
     Attributes:
-        name: As it is shown.
+        name: Name in tables.
         rate: Share of the device's FP8 rate that matmuls reach; None for bf16 matmuls.
         cast_bytes: Bytes that casts move in addition to bf16, for each token and unit of width of a Llama block.
         weight_bytes: Bytes of one gathered element.
@@ -365,7 +365,7 @@ def advise(job: Job) -> tuple[str, list[Estimate]]:
             f"matmuls take {base.matmuls / base.seconds:.0%}, exposed communication {base.exposed / base.seconds:.0%}"
         )
         return f"Take bf16: nothing is {WORTH - 1:.0%} faster; of its step {shares}.", estimates
-    # Whoever reduces gradients in bf16 already gains less.
+    # A job that already reduces gradients in bf16 gains less.
     wide = estimates[1]
     ratio = wide.seconds / best.seconds
     reduced = best is not wide and wide.seconds < base.seconds

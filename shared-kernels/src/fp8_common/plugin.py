@@ -73,7 +73,7 @@ class PluginReport:
 def discover(
     machine: Machine, entry_points: Iterable[importlib.metadata.EntryPoint] | None = None
 ) -> tuple[PluginReport, ...]:
-    """Ask every installed plugin to describe itself; sorted by entry point.
+    """Return the reports of all installed plugins, sorted by entry point.
 
     Args:
         machine: Facts about this machine, passed to the plugins.

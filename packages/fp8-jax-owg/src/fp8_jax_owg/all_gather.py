@@ -44,7 +44,7 @@ class _Gather:
         return lax.with_sharding_constraint(codes, self.gathered)
 
     def reduce(self, g: jax.Array) -> jax.Array:
-        """Bring the gradient of the whole parameter back to the shards."""
+        """Reduce the gradient of the whole parameter to the shards."""
         if self.axis_name is not None:
             return lax.psum_scatter(g, self.axis_name, scatter_dimension=self.axis, tiled=True)
         return lax.with_sharding_constraint(g, self.sharded)

@@ -50,7 +50,7 @@ def silu_mul_backward(grad: NDArray, gate: NDArray, up: NDArray) -> tuple[NDArra
     Args:
         grad: float16, bfloat16 or float32, any shape.
         gate: Of the same dtype and shape.
-        up: Alike.
+        up: Of the same dtype and shape.
 
     Returns:
         d(gate) = d(silu) * s * (1 + x * (1 - s)) with s = 1 / (1 + exp(-x)) and d(silu) = grad * up; d(up) =

@@ -48,7 +48,7 @@ def assert_same_bits(
         fmt: The format of FP8 codes. With it, uint8 codes and the format's own dtype may be mixed; without
             it, uint8 is compared as integers.
         source: The inputs of the cast, of the same shape; shown next to the differences.
-        seed: Whatever reproduces the inputs; shown at the end.
+        seed: Value that reproduces the inputs; shown at the end.
         max_ulp: Distance that is still accepted, in representable values. Zero, unless orders of accumulation
             differ.
         name: Name of the result; the first word of the failure.

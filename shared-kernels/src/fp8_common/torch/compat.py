@@ -162,7 +162,7 @@ def decompose(
 
         class Key(CustomGraphModulePass):
             def __call__(self, gm: torch.fx.GraphModule) -> None:
-                """Never runs: no device has its name. `uuid` is part of every cache key."""
+                """Never runs: no device has its name; only `uuid` matters."""
 
             def uuid(self) -> str:
                 return key()

@@ -32,9 +32,9 @@ def promote_dtype(inputs: Any, kernel: Any, bias: Any, **options: Any) -> list[A
 
     Args:
         inputs: As flax has it.
-        kernel: The same. In place of bfloat16 values a `Master` is returned where kernels cast.
-        bias: The same, or None.
-        **options: The same.
+        kernel: As flax has it. If kernels cast, a `Master` is returned instead of bfloat16 values.
+        bias: As flax has it, or None.
+        **options: As flax has them.
     """
     promoted = dtypes.promote_dtype(inputs, kernel, bias, **options)
     return [promoted[0], as_master(jnp.asarray(kernel), promoted[1]), promoted[2]]

@@ -29,8 +29,8 @@ def value_and_grad(
     be thrown away need the state in the gradient: name `OverwriteWithGradient` in `wrt`.
 
     Args:
-        fun: `fun(model, *args)`. Whatever else it changes in its arguments is changed: batch statistics of the model,
-            random numbers, metrics, caches.
+        fun: `fun(model, *args)`. Its other changes to arguments are kept: batch statistics of the model, random
+            numbers, metrics, caches.
         has_aux: Whether `fun` returns (loss, anything).
         argnums: Which arguments are differentiated, one number or several.
         wrt: Filter of the differentiated variables. With `nnx.Any(nnx.Param, OverwriteWithGradient)` the gradient also

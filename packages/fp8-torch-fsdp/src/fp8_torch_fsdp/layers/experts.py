@@ -50,7 +50,7 @@ class Float8Experts(Float8Module):
                 both, gate first.
             down: The name of the last weight.
             x: As of `expert_matmul`.
-            offsets: Alike.
+            offsets: As of `expert_matmul`.
 
         Returns:
             [rows, out_features] in the dtype of `x` (the autocast dtype under autocast).

@@ -52,7 +52,7 @@ def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -
     weights: dict[int, Fp8Weight] = {}
     for prefix, module in list(model.named_modules()):
         own = {name: one for name, one in module._parameters.items() if one is not None}
-        # Asked before plain DTensors take the place: in this mode the layers send codes themselves.
+        # Tested before plain DTensors replace the weights: in this mode the layers send codes themselves.
         in_fp8 = isinstance(own.get("weight"), ShardedFloat8Weight)
         for name, parameter in own.items():
             if id(parameter) not in made:

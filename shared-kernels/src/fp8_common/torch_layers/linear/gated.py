@@ -48,7 +48,7 @@ def takes_gated(x: Any, weights: Sequence[torch.Tensor], specs: Sequence[LinearS
     Args:
         x: The input, after autocast.
         weights: As of `fp8_gated_mlp`.
-        specs: Alike.
+        specs: As of `fp8_gated_mlp`.
     """
     hidden = weights[-1].shape[-2 if specs[-1].transposed else -1]
     needed = {torch.is_grad_enabled() and weight.requires_grad for weight in weights}
@@ -290,7 +290,7 @@ def gated_back(
 
     Args:
         gate: As of `gated_rows`.
-        up: Alike.
+        up: As of `gated_rows`.
         grad: The activation's gradient, bfloat16 [rows, hidden].
         fold: float32 [groups, hidden], or of gate and up, [groups, 2 hidden]: factors of the rows.
         up_fold: [groups, hidden], or None.

@@ -118,7 +118,7 @@ def rows_library(device: torch.device) -> RowsLibrary:
     return multiplies_rows(capability, parse_version(torch.version.cuda)) if capability > (0, 0) else "cublas"
 
 
-# Cached, so that it warns once for each device. Apart from the marked function, because the mark needs a plain one.
+# Cached, so that it warns once for each device. Separate from the marked function, because the mark needs a plain one.
 @cache
 def _look_up(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":

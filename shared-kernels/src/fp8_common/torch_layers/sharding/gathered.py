@@ -70,7 +70,7 @@ class GatheredWeight(torch.Tensor):
         fmt: Short name of the format.
         dtype: The dtype that the weight stands for (the compute dtype of FSDP2's mixed precision).
         block: The block of each scale, where scales do not broadcast.
-        origin: Tells which codes the buffer holds; None if they never change.
+        origin: Identifies the codes in the buffer; None if they never change.
     """
 
     codes: torch.Tensor
