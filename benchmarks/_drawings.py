@@ -20,7 +20,7 @@ from benchmarks._common import RESULTS, median_ratio
 from benchmarks._plan import RECIPES
 from benchmarks._runs import BAR, Row, compare, is_broken
 
-FORMATS = {"E4M3": fp8.E4M3, "E5M2": fp8.E5M2, "E4M3 FNUZ": fp8.E4M3FNUZ, "E5M2 FNUZ": fp8.E5M2FNUZ}
+FORMATS = {"E4M3": fp8.E4M3, "E5M2": fp8.E5M2, "E4M3 FNUZ": fp8.formats.E4M3FNUZ, "E5M2 FNUZ": fp8.formats.E5M2FNUZ}
 PACKAGES = ("fp8-torch-fsdp", "fp8-jax-owg", "fp8-te-init")
 COLOURS = dict(zip(FORMATS, ("#1f6feb", "#d1570c", "#1a7f37", "#8250df"), strict=True))
 
@@ -148,7 +148,7 @@ def draw_breaks(axes: Axes, rows: dict[str, dict[str, Row]]) -> None:
 
 def grid(fmt: fp8.Format) -> np.ndarray:
     """Return every positive finite value of a format, float32, ascending."""
-    values = fp8.decode(np.arange(256, dtype=np.uint8), fmt)
+    values = fp8.numerics.decode(np.arange(256, dtype=np.uint8), fmt)
     return np.unique(values[np.isfinite(values) & (values > 0)])
 
 
@@ -164,7 +164,7 @@ def share_lost(scales: np.ndarray, fmt: fp8.Format, n: int = 1 << 16) -> tuple[n
     x = np.random.default_rng(0).standard_normal(n).astype(np.float32)
     zeros, saturated = [], []
     for scale in scales.astype(np.float32):
-        q = fp8.decode(fp8.quantize(x, scale, fmt), fmt)
+        q = fp8.numerics.decode(fp8.quantize(x, scale, fmt), fmt)
         zeros.append(np.mean(q == 0))
         saturated.append(np.mean(np.abs(x * scale) > fmt.max))
     return np.array(zeros), np.array(saturated)
@@ -176,7 +176,7 @@ def delayed_and_dynamic(amax: np.ndarray, length: int, fmt: fp8.Format) -> dict[
     delayed, scale = [], fp8.amax_to_scale(amax[:1], fmt)[0]
     for value in amax:
         delayed.append(scale)
-        history, reduced = fp8.update_history(history, value, algo="max")
+        history, reduced = fp8.numerics.update_history(history, value, algo="max")
         scale = np.float32(fp8.amax_to_scale(np.float32([reduced]), fmt)[0])
     return {"dynamic": fp8.amax_to_scale(amax, fmt), "delayed": np.array(delayed)}
 
@@ -197,7 +197,7 @@ def folding_sqnr(spread: float) -> dict[str, float]:
     exact = dy.astype(np.float64) @ w.astype(np.float64)
     by_rows = rowwise(w, axis=1)
     folded = dy / by_rows.scale.T  # the scales of the weight's rows go into the gradient
-    codes = fp8.decode(by_rows.data, fp8.E4M3)
+    codes = fp8.numerics.decode(by_rows.data, fp8.E4M3)
     ways = {
         "folded, one copy": restored(folded, axis=1).astype(np.float64) @ codes.astype(np.float64),
         "two copies": restored(dy, axis=1).astype(np.float64) @ restored(w, axis=0).astype(np.float64),
@@ -207,7 +207,7 @@ def folding_sqnr(spread: float) -> dict[str, float]:
     return {name: float(10 * np.log10((exact**2).sum() / ((exact - got) ** 2).sum())) for name, got in ways.items()}
 
 
-def rowwise(x: np.ndarray, axis: int) -> fp8.Quantized:
+def rowwise(x: np.ndarray, axis: int) -> fp8.numerics.Quantized:
     """Return E4M3 codes of `x` with one scale per slice along `axis`."""
     return fp8.quantize_rowwise(np.ascontiguousarray(x), fp8.E4M3, axis=axis)
 
@@ -308,7 +308,7 @@ def draw_cast(axes: Axes) -> None:
         axes.fill_between(edges[:-1], base, base + 0.9 * counts / counts.max(), step="post", color=colour, alpha=0.5)
         axes.text(16.5, base + 0.1, name, color=colour, ha="right")
     for name, base in (("E4M3", 1.1), ("E5M2", 0.2)):
-        values = fp8.decode(np.arange(1, 128, dtype=np.uint8), FORMATS[name])
+        values = fp8.numerics.decode(np.arange(1, 128, dtype=np.uint8), FORMATS[name])
         values = np.log2(values[np.isfinite(values)])
         axes.vlines(values, base, base + 0.5, color=COLOURS[name], linewidth=0.7)
         axes.text(values.min() - 0.4, base + 0.15, f"{name}  0", color=COLOURS[name], ha="right")

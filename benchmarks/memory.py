@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks._common import options, save, table
-from fp8_common import get_recipe
+from fp8_common.recipe import get_recipe
 from fp8_te_init import fp8_model_init, memory_report
 from fp8_torch_fsdp import Float8LinearConfig, convert_to_float8_training
 

@@ -11,7 +11,7 @@ import torch
 
 import fp8_jax_owg as owg
 import fp8_torch_fsdp as f8
-from fp8_common import get_format
+from fp8_common.formats import get_format
 from fp8_common.testing import assert_same_bits
 from fp8_jax_owg.state.in_loss import MADE, make_live
 from fp8_jax_owg.state.pairs import pair_of

@@ -98,7 +98,7 @@ COMPILE_BACKEND = "inductor" if shutil.which(os.environ.get("CXX", "g++")) else 
 _NAMES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 _NUMPY_DTYPES = dataclasses.make_dataclass("Dtypes", list(_NAMES), frozen=True)(**_NAMES)
 
-NUMPY = Implementation(name="numpy", f8=fp8_common, dtypes=_NUMPY_DTYPES, array=np.asarray, prepare=eager)
+NUMPY = Implementation(name="numpy", f8=fp8_common.numerics, dtypes=_NUMPY_DTYPES, array=np.asarray, prepare=eager)
 
 
 def frameworks() -> tuple[Implementation, ...]:

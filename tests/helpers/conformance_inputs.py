@@ -8,8 +8,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from fp8_common import CANONICAL, DATA_FORMATS, POWER_OF_2, PRESETS, Format, ScalePolicy, get_format
+from fp8_common import CANONICAL, POWER_OF_2, Format, ScalePolicy
+from fp8_common.formats import DATA_FORMATS, get_format
 from fp8_common.policy import MX_MODES, SCALE_MAX, SCALE_MIN
+from fp8_common.presets import PRESETS
 from fp8_common.testing import adversarial, all_bfloat16, all_float16, special_values
 from tests.helpers.conformance_implementations import INTERPRETS
 

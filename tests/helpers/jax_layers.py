@@ -26,7 +26,7 @@ SEEN = (1.0, 5.0, 3.0, 2.0)
 """What the uses of one state see in most tests."""
 XS, SQUARE = np.float32(SEEN), np.float32(SEEN).reshape(2, 2)
 NAN, NOTHING = np.nan, -np.inf
-SCALE = fp8_common.reciprocal(fp8_common.amax_to_scale(np.float32(3), "e4m3"))
+SCALE = fp8_common.numerics.reciprocal(fp8_common.amax_to_scale(np.float32(3), "e4m3"))
 T = jax.tree.map
 
 

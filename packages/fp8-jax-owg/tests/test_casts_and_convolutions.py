@@ -23,7 +23,7 @@ def test_in_q_gives_the_codes_of_the_definition(dtype):
     finite = np.isfinite(np.float32(x))
     np.testing.assert_array_equal(np.asarray(data).view(np.uint8)[finite], expected[finite])
     assert np.isnan(np.float32(data)[~finite]).all()
-    assert scale_inv == fp8_common.reciprocal(INTO)
+    assert scale_inv == fp8_common.numerics.reciprocal(INTO)
 
 
 def test_in_qdq_passes_the_gradient_and_observes():
@@ -33,7 +33,7 @@ def test_in_qdq_passes_the_gradient_and_observes():
     np.testing.assert_array_equal(y, fp8_common.dequantize(codes, INTO, "e4m3"))
     g, scale, history = pull(jnp.float32([1, 2, 3]))
     np.testing.assert_array_equal(g, [1, 2, 3])
-    np.testing.assert_array_equal(scale, fp8_common.reciprocal(INTO))
+    np.testing.assert_array_equal(scale, fp8_common.numerics.reciprocal(INTO))
     np.testing.assert_array_equal(decode(history), [40, 0, 3])
 
 
@@ -46,7 +46,7 @@ def test_out_qdq_casts_the_gradient_alone():
     expected = fp8_common.dequantize(fp8_common.quantize(g, scale, "e5m2"), scale, "e5m2")
     found, stored, history = pull(jnp.asarray(g))
     np.testing.assert_array_equal(found, expected)
-    assert stored == fp8_common.reciprocal(scale)
+    assert stored == fp8_common.numerics.reciprocal(scale)
     assert history[0] == 5
 
 
@@ -105,8 +105,8 @@ def test_gradients_of_convolutions_are_those_of_fp8_operands(fp8_format):
     meta = owg.init_meta(scaling, CONV_TENSORS)
     _, pull = jax.vjp(lambda x, w: owg.fp8_conv_general_dilated(x, w, **options, meta=meta, scaling=scaling), x, w)
     name = "e4m3" if fp8_format == "HYBRID" else "e4m3fnuz"
-    codes = (fp8_common.encode(np.asarray(one), name) for one in (x, w))
-    operands = (jnp.asarray(fp8_common.decode(each, name), jnp.bfloat16) for each in codes)
+    codes = (fp8_common.numerics.encode(np.asarray(one), name) for one in (x, w))
+    operands = (jnp.asarray(fp8_common.numerics.decode(each, name), jnp.bfloat16) for each in codes)
     _, exact = jax.vjp(lambda x, w: jax.lax.conv_general_dilated(x, w, **options), *operands)
     for found, wanted in zip(pull(g), exact(g.astype(jnp.bfloat16)), strict=True):
         np.testing.assert_array_equal(found, np.float32(wanted))

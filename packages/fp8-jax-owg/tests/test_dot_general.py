@@ -33,14 +33,16 @@ SCALINGS = {"delayed": SHORT, "tensor": owg.CurrentScaling(), "row": ROWS}
 
 
 def scale_of(tensor, scaling, fmt):
-    _, amax = fp8_common.update_history(np.float32(HISTORY[tensor]), np.float32(np.inf), scaling.amax_compute_algo)
+    _, amax = fp8_common.numerics.update_history(
+        np.float32(HISTORY[tensor]), np.float32(np.inf), scaling.amax_compute_algo
+    )
     return fp8_common.amax_to_scale(amax, fmt, scaling.policy)
 
 
 def as_cast(x, scale, fmt):
     """What the definition makes of an array: float64, so that sums of a few are exact enough."""
     codes = fp8_common.quantize(np.asarray(x), scale, fmt)
-    return fp8_common.decode(codes, fmt).astype(np.float64) * np.float64(fp8_common.reciprocal(scale))
+    return fp8_common.numerics.decode(codes, fmt).astype(np.float64) * np.float64(fp8_common.numerics.reciprocal(scale))
 
 
 @pytest.mark.matrix(
@@ -86,10 +88,10 @@ def test_products_are_those_of_the_definition(equation, dtype, scaling):
         np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=ULP[dtype], atol=atol)
     for name, x, fmt in (("input", lhs, forward), ("kernel", rhs, forward), ("output_grad", g, backward)):
         window, amax = np.float32(HISTORY[name]), fp8_common.amax(np.asarray(x))
-        expected, _ = fp8_common.update_history(window, amax, scaling.amax_compute_algo)
+        expected, _ = fp8_common.numerics.update_history(window, amax, scaling.amax_compute_algo)
         np.testing.assert_array_equal(owg.next_state(meta, next_meta)[f"{name}_amax_history"], expected)
         if (scale := scale_of(name, scaling, fmt)) != 1:
-            assert next_meta[f"{name}_scale"] == fp8_common.reciprocal(scale)
+            assert next_meta[f"{name}_scale"] == fp8_common.numerics.reciprocal(scale)
 
 
 @pytest.mark.parametrize("scaling", [owg.CurrentScaling(), ROWS], ids=["tensor", "row"])

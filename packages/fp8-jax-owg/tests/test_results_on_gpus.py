@@ -15,7 +15,7 @@ from jax.ad_checkpoint import print_saved_residuals
 from jax.interpreters import partial_eval
 
 import fp8_jax_owg as owg
-from fp8_common import get_format
+from fp8_common.formats import get_format
 from fp8_common.jax import _kernels as kernels
 from fp8_common.jax import casts
 from fp8_jax_owg import linen

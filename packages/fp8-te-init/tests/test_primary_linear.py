@@ -10,7 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8_te_init as fti
-from fp8_common import CANONICAL, CastRecipe, Fp8Error, Recipe, get_recipe, update_history
+from fp8_common import CANONICAL, CastRecipe, Fp8Error, Recipe
+from fp8_common.numerics import update_history
+from fp8_common.recipe import get_recipe
 from fp8_common.torch import amax, amax_to_scale, quantize, quantize_blockwise, quantize_rowwise
 from tests.helpers.primary_models import built, loss_of, masters_for, step
 

@@ -59,9 +59,9 @@ def step_of(model, x, optimizer=None):
 def test_a_scale_of_earlier_steps_fits_if_it_clips_no_more_than_a_rounding_and_wastes_at_most_half(name, most):
     ends = np.float32([0.5, 1, most]), np.nextafter(np.float32([0.5, most]), np.float32([0, 2]))
     scales, dynamic = 8 * torch.tensor(np.concatenate(ends)), torch.full((5,), 8.0)
-    fits = fitting(torch.tensor(True), scales, dynamic, fp8_common.get_format(name))
+    fits = fitting(torch.tensor(True), scales, dynamic, fp8_common.formats.get_format(name))
     assert fits.tolist() == [True, True, True, False, False]
-    assert not fitting(torch.tensor(False), scales, dynamic, fp8_common.get_format(name)).any()
+    assert not fitting(torch.tensor(False), scales, dynamic, fp8_common.formats.get_format(name)).any()
 
 
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
@@ -84,7 +84,7 @@ def test_scales_follow_the_numpy_oracle(algo, margin, initial):
             assert model.fp8_input.ready
             assert model.fp8_input.scale.numpy() == scale
             assert np.array_equal(model.fp8_input.history.numpy(), window)
-        window, reduced = fp8_common.update_history(window, amax, algo)
+        window, reduced = fp8_common.numerics.update_history(window, amax, algo)
         scale = fp8_common.amax_to_scale(reduced, "e4m3", policy, scale)
         optimizer.step()
         optimizer.zero_grad()

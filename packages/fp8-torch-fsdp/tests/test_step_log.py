@@ -11,8 +11,9 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 
 import fp8_torch_fsdp as f8
-from fp8_common import E4M3, Fp8Error, Rule
+from fp8_common import E4M3, Fp8Error
 from fp8_common import _command as command
+from fp8_common.rules import Rule
 from fp8_common.torch import fake_quantize
 from fp8_torch_fsdp.layers.module import Float8Module
 from tests.helpers.fsdp_models import Block, converted, mesh_of, seeded

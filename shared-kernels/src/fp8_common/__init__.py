@@ -1,13 +1,27 @@
 """FP8 formats, scales and quantization, defined in NumPy for every framework.
 
-`fp8_common.torch` and `fp8_common.jax` hold the same functions on tensors and arrays, bit for bit equal.
-Importing this package loads neither torch nor jax nor triton.
+A scale maps values into the range of a format, a cast rounds them to 8-bit codes, and codes come back as values:
+
+    >>> import numpy as np
+    >>> import fp8_common as fp8
+    >>> x = np.float32([0.1, -3.0, 1.5])
+    >>> scale = fp8.amax_to_scale(fp8.amax(x), fp8.E4M3)
+    >>> codes = fp8.quantize(x, scale, fp8.E4M3)
+    >>> fp8.dequantize(codes, scale, fp8.E4M3)
+    array([ 0.10044643, -3.        ,  1.5       ], dtype=float32)
+
+`fp8_common.torch` and `fp8_common.jax` have the same functions on tensors and arrays, equal bit for bit. More of them
+are in `numerics`, the formats in `formats`, scale policies in `presets`, and layer patterns in `rules`. Importing this
+package loads neither torch nor jax nor triton.
 """
 
-from fp8_common._reference.activations import silu_mul, silu_mul_backward
+from fp8_common import formats, numerics, presets, recipe, rules
 from fp8_common._reference.gradient_messages import GradientCompression
-from fp8_common._reference.quantize import (
-    Quantized,
+from fp8_common.errors import Fp8Error, Fp8StaleError, Fp8UnsupportedError
+from fp8_common.formats import E4M3, E5M2, E8M0, Format
+from fp8_common.numerics import (
+    amax,
+    amax_to_scale,
     dequantize,
     dequantize_blockwise,
     dequantize_mx,
@@ -15,77 +29,41 @@ from fp8_common._reference.quantize import (
     quantize_blockwise,
     quantize_mx,
     quantize_rowwise,
-    quantize_stochastic,
 )
-from fp8_common._reference.rounding import decode, encode, encode_stochastic, philox, random_bits
-from fp8_common._reference.scaling import (
-    amax,
-    amax_to_e8m0,
-    amax_to_scale,
-    amax_to_scale_inv,
-    e8m0_to_scale,
-    e8m0_to_scale_inv,
-    reciprocal,
-    update_history,
-)
-from fp8_common.errors import Fp8Error, Fp8StaleError, Fp8UnsupportedError
-from fp8_common.formats import DATA_FORMATS, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FORMATS, Format, get_format
 from fp8_common.policy import CANONICAL, POWER_OF_2, ScalePolicy
-from fp8_common.presets import PRESETS
-from fp8_common.recipe import RECIPES, CastRecipe, Recipe, get_recipe
-from fp8_common.rules import Decision, Rule, Rules, select_modules
+from fp8_common.recipe import RECIPES, CastRecipe, Recipe
+from fp8_common.rules import Rules
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CANONICAL",
-    "DATA_FORMATS",
     "E4M3",
-    "E4M3FNUZ",
     "E5M2",
-    "E5M2FNUZ",
     "E8M0",
-    "FORMATS",
     "POWER_OF_2",
-    "PRESETS",
     "RECIPES",
     "CastRecipe",
-    "Decision",
     "Format",
     "Fp8Error",
     "Fp8StaleError",
     "Fp8UnsupportedError",
     "GradientCompression",
-    "Quantized",
     "Recipe",
-    "Rule",
     "Rules",
     "ScalePolicy",
     "amax",
-    "amax_to_e8m0",
     "amax_to_scale",
-    "amax_to_scale_inv",
-    "decode",
     "dequantize",
     "dequantize_blockwise",
     "dequantize_mx",
-    "e8m0_to_scale",
-    "e8m0_to_scale_inv",
-    "encode",
-    "encode_stochastic",
-    "get_format",
-    "get_recipe",
-    "philox",
+    "formats",
+    "numerics",
     "presets",
     "quantize",
     "quantize_blockwise",
     "quantize_mx",
     "quantize_rowwise",
-    "quantize_stochastic",
-    "random_bits",
-    "reciprocal",
-    "select_modules",
-    "silu_mul",
-    "silu_mul_backward",
-    "update_history",
+    "recipe",
+    "rules",
 ]

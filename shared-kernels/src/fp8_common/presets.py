@@ -28,7 +28,7 @@ def te_current(pow2: bool = False, eps: float = 0.0) -> ScalePolicy:
 
 
 def mx(mode: MxMode = "rceil") -> ScalePolicy:
-    """OCP MX block scales: the E8M0 scale of `fp8_common.amax_to_e8m0` as a multiplier."""
+    """OCP MX block scales: the E8M0 scale of `fp8_common.numerics.amax_to_e8m0` as a multiplier."""
     return ScalePolicy(name="mx", power_of_2=True, formula="e8m0", mx_mode=mode)
 
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks import _aot as aot
-from fp8_common import CANONICAL, Fp8UnsupportedError, get_format
+from fp8_common import CANONICAL, Fp8UnsupportedError
 from fp8_common import _kernels as plans
 from fp8_common._kernels import compile_launch
+from fp8_common.formats import get_format
 
 if importlib.util.find_spec("jax") is None or not any(
     importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)

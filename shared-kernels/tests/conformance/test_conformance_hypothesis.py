@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from fp8_common import DATA_FORMATS, E8M0, PRESETS
+from fp8_common import E8M0
+from fp8_common.formats import DATA_FORMATS
 from fp8_common.policy import HISTORY_ALGOS, MX_MODES
+from fp8_common.presets import PRESETS
 from fp8_common.testing import assert_same_bits
 from fp8_common.testing.compare import as_numpy
 from tests.helpers import strategies

@@ -30,13 +30,13 @@ if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
     @pytest.mark.parametrize("scale", [1.0, 0.7, 448.0, 2.0**100, 2.0**-126])
     def test_adversarial_inputs_at_many_scales(fmt, scale):
         for values in (all_bfloat16(), all_float16(), adversarial(fmt), adversarial(fmt, np.float32, scale)):
-            got = casts.quantize(inputs.tensor(values), inputs.number(scale), f8.get_format(fmt))
+            got = casts.quantize(inputs.tensor(values), inputs.number(scale), f8.formats.get_format(fmt))
             assert_same_bits(got, f8.quantize(values, np.float32(scale), fmt), fmt=fmt, source=values)
 
     @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
     def test_random_float32_patterns(fmt):
         bits = np.random.default_rng(0).integers(0, 2**32, size=1 << 24, dtype=np.uint32).view(np.float32)
-        got = casts.quantize(inputs.tensor(bits), inputs.number(1), f8.get_format(fmt))
+        got = casts.quantize(inputs.tensor(bits), inputs.number(1), f8.formats.get_format(fmt))
         assert_same_bits(got, f8.quantize(bits, np.float32(1), fmt), fmt=fmt, source=bits)
 
     def test_more_than_two_to_the_31_elements():
@@ -113,7 +113,9 @@ if importlib.util.find_spec("jax") and importlib.util.find_spec("triton"):
         x = np.random.default_rng(0).normal(size=(300, 544)).astype(np.float32)
         for fmt in ("e4m3", "e5m2"):
             want = f8.amax_to_scale(f8.amax(x), fmt)
-            both = jax.jit(lambda a, f=fmt, s=want: jax_casts.cast_with_amax(a, s, f8.get_format(f)))(jnp.asarray(x))
+            both = jax.jit(lambda a, f=fmt, s=want: jax_casts.cast_with_amax(a, s, f8.formats.get_format(f)))(
+                jnp.asarray(x)
+            )
             assert_same_bits(np.asarray(both[0]), f8.quantize(x, want, fmt), fmt=fmt)
             assert_same_bits(np.asarray(both[1]), f8.amax(x))
             for operation, definition in (

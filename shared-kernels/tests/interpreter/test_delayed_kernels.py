@@ -40,7 +40,7 @@ def flag(value):
 
 def cast(x, state, way, fmt, record=True):
     made = planned_casts.quantize_delayed(
-        tensor(x), state, f8.get_format(fmt), POLICY, record=record, both=way in ("both", "bytes")
+        tensor(x), state, f8.formats.get_format(fmt), POLICY, record=record, both=way in ("both", "bytes")
     )
     assert made.scale.data_ptr() != state.scale.data_ptr(), "the scale changes with the next step"
     return made
@@ -48,7 +48,7 @@ def cast(x, state, way, fmt, record=True):
 
 def check(made, codes, scale, x, fmt):
     assert_same_bits(made.scale.view(()), scale)
-    assert_same_bits(made.scale_inv.view(()), f8.reciprocal(scale))
+    assert_same_bits(made.scale_inv.view(()), f8.numerics.reciprocal(scale))
     assert_same_bits(made.codes, codes, fmt=fmt, source=x)
     if made.transposed is not None:
         assert_same_bits(made.transposed.codes, codes.T, fmt=fmt, source=x.T)
@@ -85,7 +85,7 @@ def test_a_scale_that_is_known_before(fmt, way, planted, late):
 def test_a_scale_that_depends_on_the_amax(fmt, way, fits, ready):
     x = calm(WAYS[way], "bfloat16")
     dynamic = f8.amax_to_scale(f8.amax(x), fmt, POLICY)
-    bound = np.float32(1 + 2.0 ** -(f8.get_format(fmt).mantissa_bits + 1))
+    bound = np.float32(1 + 2.0 ** -(f8.formats.get_format(fmt).mantissa_bits + 1))
     edges = [
         bound * dynamic,
         np.nextafter(bound * dynamic, np.float32(np.inf)),

@@ -18,7 +18,7 @@ def test_foreach_takes_odd_and_empty_tensors(dtype, fmt):
     keys = foreach.amax_bits(tensors)
     assert_same_bits(keys.view(torch.float32), np.array([f8.amax(x) for x in shards], np.float32))
     scales = np.linspace(0.5, 40, len(sizes)).astype(np.float32)
-    made = foreach.quantize(tensors, tensor(scales), f8.get_format(fmt))
+    made = foreach.quantize(tensors, tensor(scales), f8.formats.get_format(fmt))
     for got, x, scale in zip(made, shards, scales, strict=True):
         assert_same_bits(got, f8.quantize(x, scale, fmt), fmt=fmt, source=x)
 

@@ -40,8 +40,8 @@ def test_activation_and_gradients_are_the_definition_at_every_gate():
     up[::97], grad[::89] = np.inf, np.nan
     made = [torch.empty(ALL.size, dtype=torch.bfloat16, device=kernel_inputs.DEVICE) for _ in range(4)]
     values_kernel[(16,)](*map(tensor, (ALL, up, grad)), *made, BLOCK=4096)
-    wanted = f8.silu_mul(ALL, up)
-    for found, expected in zip(made, (wanted, *f8.silu_mul_backward(grad, ALL, up), wanted), strict=True):
+    wanted = f8.numerics.silu_mul(ALL, up)
+    for found, expected in zip(made, (wanted, *f8.numerics.silu_mul_backward(grad, ALL, up), wanted), strict=True):
         assert_same_bits(found, expected)
 
 
@@ -57,10 +57,10 @@ def inputs(shape, dtype, apart, *, wild=True):
 )
 def test_rows_of_the_activation_are_cast(dtype, shape, apart, fmt):
     given, halves = inputs(shape, dtype, apart)
-    codes, scale_inv = gated.gated_rows(*given, f8.get_format(fmt), f8.POWER_OF_2)
-    hidden = f8.silu_mul(*halves)
+    codes, scale_inv = gated.gated_rows(*given, f8.formats.get_format(fmt), f8.POWER_OF_2)
+    hidden = f8.numerics.silu_mul(*halves)
     want = f8.quantize_rowwise(hidden, fmt, policy=f8.POWER_OF_2)
-    assert_same_bits(scale_inv, f8.reciprocal(want.scale).reshape(-1))
+    assert_same_bits(scale_inv, f8.numerics.reciprocal(want.scale).reshape(-1))
     assert_same_bits(codes, want.data, fmt=fmt, source=hidden)
 
 
@@ -86,7 +86,7 @@ def test_gradients_are_cast_by_rows_and_columns_of_groups(ends, dtype, columns, 
     assert launched == ["gated_back_amax", "scales", "gated_back_cast"]
     at = gated.scales_of_gradients(ROWS, columns, len(ends), apart=apart)
     of_rows, of_columns, of_hidden = (scales.narrow(0, *at[key]) for key in ("rows", "gradients", "hidden"))
-    gradients, hidden = f8.silu_mul_backward(grad, *halves), f8.silu_mul(*halves)
+    gradients, hidden = f8.numerics.silu_mul_backward(grad, *halves), f8.numerics.silu_mul(*halves)
     last = ends[-1]
     group = np.searchsorted(ends, np.arange(last), side="right")
     with np.errstate(all="ignore"):
@@ -95,7 +95,7 @@ def test_gradients_are_cast_by_rows_and_columns_of_groups(ends, dtype, columns, 
     for i, one in enumerate(folded):
         want = f8.quantize_rowwise(one, "e4m3", policy=policy)
         own = codes.view(len(folded), ROWS, -1)[i, :last]
-        assert_same_bits(of_rows.view(len(folded), -1)[i, :last], f8.reciprocal(want.scale).reshape(-1))
+        assert_same_bits(of_rows.view(len(folded), -1)[i, :last], f8.numerics.reciprocal(want.scale).reshape(-1))
         assert_same_bits(own, want.data, fmt="e4m3", source=one)
     starts, firsts = [0, *ends[:-1]], rows.padded[0].tolist()
     found = (
@@ -106,7 +106,7 @@ def test_gradients_are_cast_by_rows_and_columns_of_groups(ends, dtype, columns, 
     ):
         for g, (start, end, first) in enumerate(zip(starts, ends, firsts, strict=True)):
             scale = f8.amax_to_scale(f8.amax(x[start:end], axis=0), "e4m3", policy=policy)
-            assert_same_bits(inverses[g].contiguous(), f8.reciprocal(scale))
+            assert_same_bits(inverses[g].contiguous(), f8.numerics.reciprocal(scale))
             want = f8.quantize(x[start:end], scale, "e4m3")
             size = int(rows.padded[1][g]) - first
             padded = np.zeros((size, columns), np.uint8)

@@ -21,7 +21,7 @@ def test_gradients_are_packed_as_defined(dtype, fmt, shape, rounding):
         wide = calm((shape[0], 3), dtype)
         # rows that lie apart, as the parts of a larger buffer do
         apart = torch.cat([tensor(x), tensor(x)], dim=1)[:, : shape[1]]
-        message = pack_gradients(apart, tensor(wide), f8.get_format(fmt), random)
+        message = pack_gradients(apart, tensor(wide), f8.formats.get_format(fmt), random)
         want = round_gradients(x, fmt, random=random)
         rows = MessageRows(compressed=shape[1], wide_bytes=3 * wide.itemsize)
         assert message.shape == (shape[0], rows.nbytes)
@@ -40,9 +40,9 @@ def test_gradients_are_added_in_the_order_of_ranks(fmt, shape, divisor, kind):
         # codes of the first rank stand for 2^128, which a product fused with the sum would not turn into infinity
         x[0], x[1:] = np.float32(3.4e38), np.float32(-1e38)
     want = round_gradients(x, fmt)
-    message = pack_gradients(tensor(x), tensor(x[:, :2]), f8.get_format(fmt))
+    message = pack_gradients(tensor(x), tensor(x[:, :2]), f8.formats.get_format(fmt))
     sizes = shape[1], min(2, shape[1])
-    total, wide = sum_gradients(message, sizes, torch.float32, f8.get_format(fmt), divisor)
+    total, wide = sum_gradients(message, sizes, torch.float32, f8.formats.get_format(fmt), divisor)
     assert_same_bits(total, sum_rounded(want.data, want.scale, fmt, divisor))
     expected = x[0, :2].copy()
     with np.errstate(all="ignore"):

@@ -25,7 +25,7 @@ def test_amax_keeps_a_nan_wherever_it_is(dtype, where):
 @pytest.mark.parametrize("both", [False, True])
 @every_input
 def test_a_given_scale_one_way_and_both_and_the_amax(dtype, fmt, shape, both):
-    x, scale, form = planted(shape, dtype, fmt), np.float32(0.37), f8.get_format(fmt)
+    x, scale, form = planted(shape, dtype, fmt), np.float32(0.37), f8.formats.get_format(fmt)
     want = f8.quantize(x, scale, fmt)
     cast = casts.quantize_both_with_amax if both else casts.quantize_with_amax
     got, amax, *transposed = cast(tensor(x), number(scale), form)
@@ -39,7 +39,7 @@ def test_a_given_scale_one_way_and_both_and_the_amax(dtype, fmt, shape, both):
 
 @every_input
 def test_dynamic_casts_one_way_and_both_and_the_scale_back(dtype, fmt, shape):
-    form = f8.get_format(fmt)
+    form = f8.formats.get_format(fmt)
     for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
         want = f8.amax_to_scale(f8.amax(x), fmt) if x.size else np.float32(1)
         codes = f8.quantize(x, want, fmt)
@@ -49,7 +49,7 @@ def test_dynamic_casts_one_way_and_both_and_the_scale_back(dtype, fmt, shape):
         assert_same_bits(one.codes, codes, fmt=fmt, source=x)
         for got, transposed, *scales in (both.codes, both.transposed.codes, both.scale, both.scale_inv), by_amax:
             assert_same_bits(scales[0], want)
-            assert_same_bits(scales[1], f8.reciprocal(want))
+            assert_same_bits(scales[1], f8.numerics.reciprocal(want))
             assert_same_bits(got, codes, fmt=fmt, source=x)
             assert_same_bits(transposed, codes.T, fmt=fmt, source=x.T)
 
@@ -59,7 +59,7 @@ def test_dynamic_casts_one_way_and_both_and_the_scale_back(dtype, fmt, shape):
 def test_scales_back_of_rows_and_blocks(block, columns):
     x = calm((130, columns) if block else (3, columns), "bfloat16")
     made = casts.quantize_dynamic(tensor(x), f8.E4M3, f8.CANONICAL, block or (1, 0))
-    assert_same_bits(made.scale_inv, f8.reciprocal(as_numpy(made.scale)))
+    assert_same_bits(made.scale_inv, f8.numerics.reciprocal(as_numpy(made.scale)))
 
 
 ROWS = [*SHAPES, (3, 16384), (3, 20001), (4, 7)]  # long rows have a kernel of their own
@@ -71,7 +71,9 @@ def test_rows_folded_or_not_and_columns_from_two_reads(dtype, fmt, shape, folded
     both = both and shape in ((300, 517), (128, 160), (4, 7))  # the kernel of both takes rows by fours
     for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
         folds = tensor(fold) if folded else None
-        made = casts.quantize_dynamic(tensor(x), f8.get_format(fmt), f8.CANONICAL, (1, 0), fold=folds, both=both)
+        made = casts.quantize_dynamic(
+            tensor(x), f8.formats.get_format(fmt), f8.CANONICAL, (1, 0), fold=folds, both=both
+        )
         with np.errstate(all="ignore"):
             rows = x.astype(np.float32) * fold if folded else x
         columns = [(made.transposed, np.ascontiguousarray(x.T))] if both else []
@@ -79,14 +81,14 @@ def test_rows_folded_or_not_and_columns_from_two_reads(dtype, fmt, shape, folded
             want = f8.quantize_rowwise(source, fmt)
             if not both:  # nobody casts again with scales of both
                 assert_same_bits(got.scale, want.scale)
-            assert_same_bits(got.scale_inv, f8.reciprocal(want.scale))
+            assert_same_bits(got.scale_inv, f8.numerics.reciprocal(want.scale))
             assert_same_bits(got.codes, want.data, fmt=fmt, source=source)
 
 
 @pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=SHAPES, rows=[1, 128])
 def test_blocks_and_the_way_back(dtype, fmt, shape, rows):
     for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
-        form, block = f8.get_format(fmt), (rows, 128)
+        form, block = f8.formats.get_format(fmt), (rows, 128)
         made = casts.quantize_dynamic(tensor(x), form, f8.CANONICAL, block)
         got = made.codes, made.scale
         want = f8.quantize_blockwise(x, fmt, block)
@@ -98,7 +100,7 @@ def test_blocks_and_the_way_back(dtype, fmt, shape, rows):
 
 def assert_mx(x, fmt, mode):
     """Compare data and codes of scales with the definition, and return both."""
-    made, want = casts.quantize_mx(tensor(x), f8.get_format(fmt), mode), f8.quantize_mx(x, fmt, mode)
+    made, want = casts.quantize_mx(tensor(x), f8.formats.get_format(fmt), mode), f8.quantize_mx(x, fmt, mode)
     assert_same_bits(made[1], want.scale, fmt="e8m0")
     assert_same_bits(made[0], want.data, fmt=fmt, source=x)
     return made, want
@@ -108,7 +110,7 @@ def assert_mx(x, fmt, mode):
 def test_mx_and_the_way_back(dtype, fmt, shape, mode):
     for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
         (data, codes), want = assert_mx(x, fmt, mode)
-        back = decoding.dequantize_mx(data, codes, f8.get_format(fmt), getattr(torch, dtype))
+        back = decoding.dequantize_mx(data, codes, f8.formats.get_format(fmt), getattr(torch, dtype))
         assert_same_bits(back, f8.dequantize_mx(*want, fmt, DTYPES[dtype]))
 
 
@@ -121,17 +123,17 @@ def test_mx_codes_of_every_kind_of_amax(fmt, mode):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("x", [all_bfloat16(), all_float16()], ids=["bfloat16", "float16"])
 def test_every_16_bit_value_there_and_every_code_back(fmt, x):
-    got = casts.quantize(tensor(x), number(1.0), f8.get_format(fmt))
+    got = casts.quantize(tensor(x), number(1.0), f8.formats.get_format(fmt))
     assert_same_bits(got, f8.quantize(x, np.float32(1), fmt), fmt=fmt, source=x)
     codes = np.arange(256, dtype=np.uint8)
-    back = decoding.dequantize(tensor(codes), casts.reciprocal(number(3.0)), f8.get_format(fmt), torch.float32)
+    back = decoding.dequantize(tensor(codes), casts.reciprocal(number(3.0)), f8.formats.get_format(fmt), torch.float32)
     assert_same_bits(back, f8.dequantize(codes, np.float32(3), fmt))
 
 
 @pytest.mark.parametrize("square", [False, True])
 @every_input
 def test_blocks_both_ways_are_two_casts_of_one_read(dtype, fmt, shape, square):
-    form, block = f8.get_format(fmt), (128 if square else 1, 128)
+    form, block = f8.formats.get_format(fmt), (128 if square else 1, 128)
     for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
         if x.ndim != 2 or x.shape[0] % 4 or not x.size:
             continue
@@ -140,7 +142,7 @@ def test_blocks_both_ways_are_two_casts_of_one_read(dtype, fmt, shape, square):
         for got, own in ((made, x), (made.transposed, np.ascontiguousarray(x.T))):
             want = f8.quantize_blockwise(own, fmt, block)
             assert_same_bits(got.codes, want.data, fmt=fmt, source=own)
-            assert_same_bits(got.scale_inv, f8.reciprocal(want.scale))
+            assert_same_bits(got.scale_inv, f8.numerics.reciprocal(want.scale))
             # as cuBLAS reads them
             assert (got.scale_inv if square else got.scale_inv.t()).is_contiguous()
 
@@ -148,7 +150,7 @@ def test_blocks_both_ways_are_two_casts_of_one_read(dtype, fmt, shape, square):
 @pytest.mark.parametrize("count", [1, 3])
 @every_input
 def test_rows_and_the_same_codes_transposed(dtype, fmt, shape, count):
-    form = f8.get_format(fmt)
+    form = f8.formats.get_format(fmt)
     for one in (planted(shape, dtype, fmt), calm(shape, dtype)):
         x = (
             one
@@ -159,11 +161,11 @@ def test_rows_and_the_same_codes_transposed(dtype, fmt, shape, count):
         want = f8.quantize_rowwise(x, fmt)
         assert (made.transposed is None) == bool(shape[0] % 4 or not x.size)
         assert_same_bits(made.codes, want.data, fmt=fmt, source=x)
-        assert_same_bits(made.scale_inv, f8.reciprocal(want.scale))
+        assert_same_bits(made.scale_inv, f8.numerics.reciprocal(want.scale))
         if made.transposed is not None:
             turned, codes, scale = (np.ascontiguousarray(np.swapaxes(y, -1, -2)) for y in (x, want.data, want.scale))
             assert_same_bits(made.transposed.codes, codes, fmt=fmt, source=turned)
-            assert_same_bits(made.transposed.scale_inv, f8.reciprocal(scale))
+            assert_same_bits(made.transposed.scale_inv, f8.numerics.reciprocal(scale))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

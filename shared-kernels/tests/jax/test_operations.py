@@ -12,15 +12,17 @@ from jax import lax
 
 import fp8_common
 import fp8_common.jax as f8
-from fp8_common import CANONICAL, DATA_FORMATS, E4M3, E5M2, FORMATS, PRESETS, Fp8Error
+from fp8_common import CANONICAL, E4M3, E5M2, Fp8Error, numerics
+from fp8_common.formats import DATA_FORMATS, FORMATS
 from fp8_common.jax._rounding import _converted
 from fp8_common.jax.casts import cast
+from fp8_common.presets import PRESETS
 from fp8_common.testing import adversarial, all_bfloat16, all_codes, all_float16, assert_same_bits
 
 formats = pytest.mark.parametrize("fmt", DATA_FORMATS, ids=str)
 SEED = 5
 NUMERICS = {f"fp8_common._reference.{name}" for name in ("quantize", "rounding", "scaling")}
-SHARED = {name for name in fp8_common.__all__ if getattr(getattr(fp8_common, name), "__module__", None) in NUMERICS}
+SHARED = {name for name in numerics.__all__ if getattr(numerics, name).__module__ in NUMERICS}
 SHARED -= {"Quantized", "philox", "random_bits"}
 
 
@@ -30,9 +32,9 @@ def test_every_numpy_function_exists_with_its_parameters_and_defaults():
         return [(one.name, one.kind, None if one.name == "dtype" else one.default) for one in found]
 
     assert set(f8.__all__) == SHARED | {"Quantized", "fake_quantize"}
-    assert f8.Quantized is fp8_common.Quantized
+    assert f8.Quantized is numerics.Quantized
     for name in SHARED:
-        assert parameters(f8, name) == parameters(fp8_common, name), name
+        assert parameters(f8, name) == parameters(numerics, name), name
 
 
 def test_tests_run_with_strict_promotion_and_without_64_bits():
@@ -45,15 +47,15 @@ def test_there_and_back_in_one_graph_keeps_the_rounding(fmt):
     """A compiler must not take a conversion to eight bits and back for nothing."""
     x, scale = adversarial(fmt), np.float32(1)
     got = jax.jit(lambda x: f8.dequantize(f8.quantize(x, scale, fmt), scale, fmt))(x)
-    assert_same_bits(got, fp8_common.decode(fp8_common.encode(x, fmt), fmt), source=x)
+    assert_same_bits(got, fp8_common.numerics.decode(fp8_common.numerics.encode(x, fmt), fmt), source=x)
 
 
 @formats
 def test_the_nan_of_an_infinity_has_its_sign(fmt):
     x = np.float32([np.inf, -np.inf])
-    np.testing.assert_array_equal(f8.encode(x, fmt), fp8_common.encode(x, fmt))
+    np.testing.assert_array_equal(f8.encode(x, fmt), fp8_common.numerics.encode(x, fmt))
     codes = cast(jnp.asarray(x), jnp.float32(2), fmt)
-    np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), fp8_common.encode(x, fmt))
+    np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), fp8_common.numerics.encode(x, fmt))
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
@@ -63,7 +65,7 @@ def test_the_conversion_that_nvidia_gpus_have_gives_the_same_codes(fmt):
     with np.errstate(invalid="ignore"):
         x = np.concatenate([all_bfloat16().astype(np.float32), all_float16().astype(np.float32), any_bits])
     codes = jax.jit(partial(_converted, fmt))(jnp.asarray(x), ~np.isfinite(x))
-    np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), fp8_common.encode(x, fmt))
+    np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), fp8_common.numerics.encode(x, fmt))
 
 
 def test_programs_for_nvidia_gpus_hold_the_conversion_and_others_do_not():
@@ -78,14 +80,14 @@ def test_codes_may_be_of_the_native_dtype_and_a_copy_of_a_format_is_that_format(
     codes, copied = all_codes(fmt), dataclasses.replace(fmt)
     native = lax.bitcast_convert_type(jnp.asarray(codes), fmt.numpy_dtype)
     for given in (codes, native, codes.view(fmt.numpy_dtype)):
-        assert_same_bits(f8.decode(given, copied), fp8_common.decode(codes, fmt))
+        assert_same_bits(f8.decode(given, copied), fp8_common.numerics.decode(codes, fmt))
 
 
 @pytest.mark.parametrize("policy", [CANONICAL, PRESETS["te_current"](eps=1e-4)], ids=["canonical", "te_current"])
 def test_constants_and_broadcasts_are_divided_too(policy):
     """XLA turns a division by a constant or by a broadcast into a product with the reciprocal, which rounds twice."""
     amax = np.random.default_rng(SEED).integers(0x3F800000, 0x40000000, 64, np.int32).view(np.float32)
-    want = fp8_common.amax_to_scale_inv(amax, "e4m3", policy)
+    want = fp8_common.numerics.amax_to_scale_inv(amax, "e4m3", policy)
     assert_same_bits(jax.jit(lambda: f8.amax_to_scale_inv(amax, "e4m3", policy))(), want)
     spread = jax.jit(lambda a: f8.amax_to_scale_inv(jnp.broadcast_to(a, (64,)), "e4m3", policy))
     for one, other in zip(amax, want, strict=True):

@@ -4,7 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8_common import FORMATS, Fp8Error, encode
+from fp8_common import Fp8Error
+from fp8_common.formats import FORMATS
+from fp8_common.numerics import encode
 from fp8_common.testing import all_codes, assert_same_bits
 
 

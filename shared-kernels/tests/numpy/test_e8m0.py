@@ -39,19 +39,21 @@ def by_float64(amax, fmt, mode):
     return np.where(np.isfinite(exact), code, 255).astype(np.uint8)
 
 
-@pytest.mark.parametrize("fmt", f8.DATA_FORMATS, ids=str)
+@pytest.mark.parametrize("fmt", f8.formats.DATA_FORMATS, ids=str)
 @pytest.mark.parametrize("mode", MX_MODES)
 def test_codes_equal_the_float64_derivation_and_the_mx_policy_gives_their_scales(fmt, mode):
-    codes = f8.amax_to_e8m0(AMAX, fmt, mode)
+    codes = f8.numerics.amax_to_e8m0(AMAX, fmt, mode)
     assert_same_bits(codes, by_float64(AMAX, fmt, mode), fmt=f8.E8M0, source=AMAX, seed=SEED)
-    assert_same_bits(f8.amax_to_scale(AMAX, fmt, mx(mode)), f8.e8m0_to_scale(codes), source=AMAX)
-    assert_same_bits(f8.amax_to_scale_inv(AMAX, fmt, mx(mode)), f8.e8m0_to_scale_inv(codes), source=AMAX)
+    assert_same_bits(f8.amax_to_scale(AMAX, fmt, mx(mode)), f8.numerics.e8m0_to_scale(codes), source=AMAX)
+    assert_same_bits(
+        f8.numerics.amax_to_scale_inv(AMAX, fmt, mx(mode)), f8.numerics.e8m0_to_scale_inv(codes), source=AMAX
+    )
     if mode == "rceil":
-        assert_same_bits(f8.amax_to_e8m0(-AMAX, fmt), codes, name="by default, and whatever the sign")
+        assert_same_bits(f8.numerics.amax_to_e8m0(-AMAX, fmt), codes, name="by default, and whatever the sign")
 
 
 def test_every_code_becomes_a_power_of_two_both_ways():
     codes = all_codes(f8.E8M0)
     power = np.append(np.ldexp(1.0, np.arange(255) - 127), np.nan)
-    assert_same_bits(f8.e8m0_to_scale_inv(codes), power.astype(np.float32), source=codes)
-    assert_same_bits(f8.e8m0_to_scale(codes), (1 / power).astype(np.float32), source=codes)
+    assert_same_bits(f8.numerics.e8m0_to_scale_inv(codes), power.astype(np.float32), source=codes)
+    assert_same_bits(f8.numerics.e8m0_to_scale(codes), (1 / power).astype(np.float32), source=codes)

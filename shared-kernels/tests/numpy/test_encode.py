@@ -4,7 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8_common import DATA_FORMATS, FORMATS, Fp8Error, decode, encode
+from fp8_common import Fp8Error
+from fp8_common.formats import DATA_FORMATS, FORMATS
+from fp8_common.numerics import decode, encode
 from fp8_common.testing import adversarial, all_bfloat16, all_codes, all_float16, assert_same_bits, midpoints
 
 formats = pytest.mark.parametrize("fmt", DATA_FORMATS, ids=str)

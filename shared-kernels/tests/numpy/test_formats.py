@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8_common import DATA_FORMATS, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FORMATS, Fp8Error, get_format
-from fp8_common.formats import get_data_format
+from fp8_common import E4M3, E5M2, E8M0, Fp8Error
+from fp8_common.formats import DATA_FORMATS, E4M3FNUZ, E5M2FNUZ, FORMATS, get_data_format, get_format
 
 # bias, bits of exponent and mantissa; has infinity, is FNUZ, has a sign
 FACTS = {

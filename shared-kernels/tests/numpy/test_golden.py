@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fp8_common import PRESETS
+from fp8_common.presets import PRESETS
 from fp8_common.testing import assert_same_bits
 from tests.golden import FILE, FUNCTIONS, POLICIES, array_of, build
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from fp8_common import amax_to_scale, update_history
+from fp8_common import amax_to_scale
+from fp8_common.numerics import update_history
 from fp8_common.presets import te_delayed
 
 

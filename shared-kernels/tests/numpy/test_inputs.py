@@ -4,7 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8_common import DATA_FORMATS, E8M0, FORMATS, Fp8Error, amax_to_scale, decode, quantize
+from fp8_common import E8M0, Fp8Error, amax_to_scale, quantize
+from fp8_common.formats import DATA_FORMATS, FORMATS
+from fp8_common.numerics import decode
 from fp8_common.testing import adversarial, adversarial_amax, all_codes, midpoints, special_values
 
 formats = pytest.mark.parametrize("fmt", DATA_FORMATS, ids=str)

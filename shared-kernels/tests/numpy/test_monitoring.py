@@ -15,11 +15,12 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from fp8_common import E4M3, decode, encode
+from fp8_common import E4M3
 from fp8_common import _command as command
 from fp8_common.monitoring import limits
 from fp8_common.monitoring.limits import TensorStatistics, judge
 from fp8_common.monitoring.log import RunLog, log_file, read_log, summary
+from fp8_common.numerics import decode, encode
 
 NORMAL = NormalDist()
 FINE = TensorStatistics(amax=1.0, scale=448.0, saturated=0.0, underflowed=0.0, nonfinite=0.0)

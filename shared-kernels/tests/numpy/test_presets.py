@@ -7,9 +7,10 @@ tests/conformance/test_peers.py, TransformerEngine's formulas in test_te_formula
 import numpy as np
 import pytest
 
-from fp8_common import CANONICAL, POWER_OF_2, PRESETS, ScalePolicy, amax_to_scale, amax_to_scale_inv
+from fp8_common import CANONICAL, POWER_OF_2, ScalePolicy, amax_to_scale
+from fp8_common.numerics import amax_to_scale_inv
 from fp8_common.policy import FLOAT32_MAX
-from fp8_common.presets import mx, te_current, te_delayed
+from fp8_common.presets import PRESETS, mx, te_current, te_delayed
 from fp8_common.testing import adversarial_amax, assert_same_bits
 
 PREV = np.float32(3.5)

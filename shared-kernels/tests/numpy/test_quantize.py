@@ -10,7 +10,7 @@ from fp8_common.presets import mx, te_current
 from fp8_common.testing import assert_same_bits, midpoints
 
 SEED = 17
-formats = pytest.mark.parametrize("fmt", f8.DATA_FORMATS, ids=str)
+formats = pytest.mark.parametrize("fmt", f8.formats.DATA_FORMATS, ids=str)
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 BLOCKS = [(1, 128), (128, 128), (1, 32), (3, 50), (1, 64)]
 
@@ -70,7 +70,7 @@ CUTS |= {f"MX {mode}": microscaled(mode) for mode in MX_MODES}
 @pytest.mark.matrix(
     cut=CUTS,
     shape=[(5, 300), (130, 140), (1, 1), (3, 128), (2, 3, 129), (0, 128), (4, 0), (257,)],
-    fmt=f8.DATA_FORMATS,
+    fmt=f8.formats.DATA_FORMATS,
     dtype=DTYPES,
     policy=[f8.CANONICAL, f8.POWER_OF_2, te_current(eps=1e-12), te_current(pow2=True)],
 )
@@ -80,7 +80,7 @@ def test_every_part_is_cast_and_comes_back_as_a_tensor_of_its_own(cut, shape, fm
     x, (cast, back, parts) = data(shape, dtype), CUTS[cut]
     found, is_mx = cast(x, fmt, policy), cut.startswith("MX")
     assert (found.data.shape, found.data.dtype, found.scale.dtype) == (shape, np.uint8, (np.float32, np.uint8)[is_mx])
-    policy, scales = (mx(cut.split()[1]), f8.e8m0_to_scale(found.scale)) if is_mx else (policy, found.scale)
+    policy, scales = (mx(cut.split()[1]), f8.numerics.e8m0_to_scale(found.scale)) if is_mx else (policy, found.scale)
     assert [where for where, _ in parts(shape)] == list(np.ndindex(scales.shape))
     values = back(found, fmt, dtype)
     with np.errstate(invalid="ignore"):
@@ -97,31 +97,37 @@ def test_the_product_is_rounded_to_float32_before_the_cast(fmt):
     scale = np.linspace(1, 2, 500, dtype=np.float32)[:, None]
     x = midpoints(fmt) / scale
     exact = x.astype(np.float64) * scale
-    assert_same_bits(f8.quantize(x, scale, fmt), f8.encode(exact.astype(np.float32), fmt), fmt=fmt, source=x)
-    assert (f8.quantize(x, scale, fmt) != f8.encode(exact, fmt)).any(), "one rounding would give other codes"
+    assert_same_bits(f8.quantize(x, scale, fmt), f8.numerics.encode(exact.astype(np.float32), fmt), fmt=fmt, source=x)
+    assert (f8.quantize(x, scale, fmt) != f8.numerics.encode(exact, fmt)).any(), "one rounding would give other codes"
 
 
 def test_scales_at_their_limits_and_torchaos_for_an_infinite_amax():
     x = np.float32([1, -1, 0, 1e-45, np.inf, np.nan])
     for scale, want in ((2.0**100, [448, -448, 0, 0]), (2.0**-126, [0] * 4), (2, [2, -2, 0, 0]), (0, [0] * 4)):
-        found = f8.decode(f8.quantize(x, np.float32(scale), "e4m3"), "e4m3")
+        found = f8.numerics.decode(f8.quantize(x, np.float32(scale), "e4m3"), "e4m3")
         assert found[:4].tolist() == want
         assert np.isnan(found[4:]).all()
 
 
 @formats
 @pytest.mark.parametrize("scale", [-3.0, 2.0**-90, 0.7, 2.0**100, np.inf])
-@pytest.mark.parametrize("cast", [f8.quantize, lambda *args: f8.quantize_stochastic(*args, np.zeros(4, np.uint32))])
+@pytest.mark.parametrize(
+    "cast", [f8.quantize, lambda *args: f8.numerics.quantize_stochastic(*args, np.zeros(4, np.uint32))]
+)
 def test_infinity_becomes_nan_and_a_product_that_overflows_saturates(fmt, scale, cast):
-    x, scale, top = np.float32([np.inf, -np.inf, np.nan, 3e38]), np.float32(scale), np.float32(f8.get_format(fmt).max)
-    found = f8.decode(cast(x, scale, fmt), fmt)
+    x, scale, top = (
+        np.float32([np.inf, -np.inf, np.nan, 3e38]),
+        np.float32(scale),
+        np.float32(f8.formats.get_format(fmt).max),
+    )
+    found = f8.numerics.decode(cast(x, scale, fmt), fmt)
     assert np.isnan(found[:3]).all()
     assert found[3] == np.copysign(top, scale)
 
 
 def test_mx_rounds_its_scales_with_rceil_unless_told_otherwise():
     x = np.full((1, 32), 449, np.float32)
-    assert isinstance(f8.quantize_mx(x, "e4m3"), f8.Quantized)
+    assert isinstance(f8.quantize_mx(x, "e4m3"), f8.numerics.Quantized)
     assert f8.quantize_mx(x, "e4m3").scale == 128
     assert f8.quantize_mx(x, "e4m3", "floor").scale == 127
 
@@ -133,11 +139,13 @@ def test_dequantize_multiplies_by_the_rounded_reciprocal_and_rounds_to_float32_f
     scale = scale.astype(np.float32)
     inverse = (1 / scale.astype(np.float64)).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        exact = f8.decode(codes, fmt).astype(np.float64) * inverse
+        exact = f8.numerics.decode(codes, fmt).astype(np.float64) * inverse
         found = f8.dequantize(codes, scale, fmt, dtype)
         assert found.dtype == dtype
         assert_same_bits(found, exact.astype(np.float32).astype(dtype), seed=SEED)
         if dtype == np.float32:
-            assert (found != f8.decode(codes, fmt) / scale).mean() > 0.2, "dividing by the scale is another number"
+            assert (found != f8.numerics.decode(codes, fmt) / scale).mean() > 0.2, (
+                "dividing by the scale is another number"
+            )
         if dtype == np.float16:
             assert (found != exact.astype(np.float16)).any(), "one rounding would give other values"

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from fp8_common import CANONICAL, POWER_OF_2, PRESETS, RECIPES, CastRecipe, Fp8Error, Recipe, ScalePolicy, get_recipe
-from fp8_common.presets import mx, te_delayed
-from fp8_common.recipe import PRODUCTS
+from fp8_common import CANONICAL, POWER_OF_2, RECIPES, CastRecipe, Fp8Error, Recipe, ScalePolicy
+from fp8_common.presets import PRESETS, mx, te_delayed
+from fp8_common.recipe import PRODUCTS, get_recipe
 
 DELAYED = dataclasses.replace(CANONICAL, history=16)
 OFF, ROWS, MX = CastRecipe(scaling="disabled"), CastRecipe(granularity="rowwise"), RECIPES["mxfp8"].input

@@ -2,7 +2,8 @@
 
 import pytest
 
-from fp8_common import RECIPES, Decision, Fp8Error, Recipe, Rule, Rules
+from fp8_common import RECIPES, Fp8Error, Recipe, Rules
+from fp8_common.rules import Decision, Rule
 
 MODEL = [
     "model.embed",

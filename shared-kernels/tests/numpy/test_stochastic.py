@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from fp8_common import DATA_FORMATS, Fp8Error, decode, encode, encode_stochastic, quantize_stochastic
+from fp8_common import Fp8Error
+from fp8_common.formats import DATA_FORMATS
+from fp8_common.numerics import decode, encode, encode_stochastic, quantize_stochastic
 from fp8_common.testing import adversarial, all_codes, assert_same_bits
 
 SEED = 7

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fp8_common import POWER_OF_2, get_format
+from fp8_common import POWER_OF_2
+from fp8_common.formats import get_format
 from fp8_common.torch import rounding
 from fp8_common.torch.casts import quantize_dynamic
 

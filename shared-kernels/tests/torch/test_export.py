@@ -73,7 +73,7 @@ def test_states_hold_the_codes_and_inverse_scales_of_the_reference(cast, layout)
     for name in ("up.weight", "down.weight"):
         codes, scale = reference(model.get_parameter(name).detach().numpy(), cast)
         assert_same_bits(state.pop(name).view(torch.uint8), codes)
-        stored, inverse = state.pop(name + SUFFIXES[layout]), f8.reciprocal(scale)
+        stored, inverse = state.pop(name + SUFFIXES[layout]), f8.numerics.reciprocal(scale)
         shape = (2, 2) if layout == "deepseek" else inverse.shape or (1,)
         assert_same_bits(stored, np.broadcast_to(inverse, shape))
     # others as they are, and of tied tensors the first name
@@ -131,7 +131,7 @@ def test_the_config_names_groups_and_layers_in_high_precision():
     assert (config["weight_block_size"], config["modules_to_not_convert"]) == ([128, 128], ["head"])
 
 
-DELAYED = f8.get_recipe("tensorwise_delayed").weight
+DELAYED = f8.recipe.get_recipe("tensorwise_delayed").weight
 REFUSED = [
     ({"up": TENSOR}, "gguf", "layout must be one of 'compressed-tensors', 'deepseek', got 'gguf'"),
     ({"up": ROWS}, "deepseek", "'deepseek' cannot express the rowwise scales of 'up'"),

@@ -51,8 +51,8 @@ def written_out(x, w, dy, recipe):
     y = rounded(x, recipe.input) @ rounded(w, recipe.weight).T
     if recipe.weight.granularity == "rowwise":
         codes, scale = f8.quantize_rowwise(w, recipe.weight.format, -1, recipe.weight.policy)
-        plain = f8.decode(codes, recipe.weight.format)
-        dx = rounded(dy * f8.reciprocal(scale).T, recipe.grad_output) @ plain
+        plain = f8.numerics.decode(codes, recipe.weight.format)
+        dx = rounded(dy * f8.numerics.reciprocal(scale).T, recipe.grad_output) @ plain
     else:
         dx = rounded(dy, recipe.grad_output) @ rounded(w, recipe.weight)
     x_cast = recipe.input_for_grad_weight or recipe.input
@@ -72,7 +72,7 @@ def test_matmuls_are_those_of_numpys_casts(recipe):
     y = fp8_linear(tx, tw, spec_of(LinearConfig(recipe=recipe)))
     y.backward(torch.from_numpy(dy))
     # operands are equal bit for bit; only the order of accumulation differs
-    for got, want in zip((y, tx.grad, tw.grad), written_out(x, w, dy, f8.get_recipe(recipe)), strict=True):
+    for got, want in zip((y, tx.grad, tw.grad), written_out(x, w, dy, f8.recipe.get_recipe(recipe)), strict=True):
         np.testing.assert_allclose(got.detach().numpy(), want, rtol=2e-5, atol=2e-5)
 
 

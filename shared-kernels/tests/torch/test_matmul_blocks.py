@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fp8_common import CANONICAL, get_format
+from fp8_common import CANONICAL
+from fp8_common.formats import get_format
 from fp8_common.presets import mx
 from fp8_common.torch import casts
 from fp8_common.torch.blocks import expand_blocks

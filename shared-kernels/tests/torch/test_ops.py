@@ -122,7 +122,7 @@ def test_delayed_update_equals_numpy_tensor_by_tensor(algo):
     history, scale = rng.random((3, 4), np.float32), rng.random(4, np.float32)
     observed = np.array([5.0, np.inf, np.nan, 0.0], np.float32)
     got = delayed.delayed_update(*map(torch.from_numpy, (history, observed, scale)), ",".join(names), policy)
-    window, amax = f8.update_history(history, observed, algo)
+    window, amax = f8.numerics.update_history(history, observed, algo)
     want = np.array([f8.amax_to_scale(a, n, policy, s) for a, n, s in zip(amax, names, scale, strict=True)])
     for result, definition in zip(got, (window, want), strict=True):
         assert_same_bits(result, definition)

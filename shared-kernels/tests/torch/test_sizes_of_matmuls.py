@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8_common import Fp8Error, get_format
+from fp8_common import Fp8Error
+from fp8_common.formats import get_format
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear.matmul import MatmulOptions, matmul
 

@@ -32,7 +32,7 @@ def assert_cast(made, x, scale, fmt):
     """Compare codes, scale and its reciprocal with the definition; casts both ways may keep the reciprocal alone."""
     if made.scale is not None:
         assert_same_bits(made.scale, scale)
-    assert_same_bits(made.scale_inv, f8.reciprocal(scale))
+    assert_same_bits(made.scale_inv, f8.numerics.reciprocal(scale))
     assert_same_bits(made.codes, f8.quantize(x, scale, fmt), fmt=fmt, source=x)
 
 
@@ -41,7 +41,7 @@ def assert_rows(made, x, fmt):
 
 
 def dynamic(x, fmt, block=None, **options):
-    return casts.quantize_dynamic(x, f8.get_format(fmt), f8.CANONICAL, block, **options)
+    return casts.quantize_dynamic(x, f8.formats.get_format(fmt), f8.CANONICAL, block, **options)
 
 
 CASTS = {
@@ -52,7 +52,7 @@ CASTS = {
     "folded rows": lambda x, fmt: dynamic(x, fmt, (1, 0), fold=FOLD),
     "rows and columns": lambda x, fmt: dynamic(x, fmt, (1, 0), both=True),
     "folded rows and columns": lambda x, fmt: dynamic(x, fmt, (1, 0), fold=FOLD, both=True),
-    "a given scale": lambda x, fmt: casts.quantize_with_amax(x, torch.tensor(0.37), f8.get_format(fmt)),
+    "a given scale": lambda x, fmt: casts.quantize_with_amax(x, torch.tensor(0.37), f8.formats.get_format(fmt)),
 }
 
 
@@ -93,7 +93,7 @@ def test_a_scale_of_earlier_steps(fmt, ready, late):
 
     @compiled
     def program(x, scale, fits):
-        return delayed.cast_delayed(x, numerics.amax_of(x), scale, *flags, f8.get_format(fmt), policy, fits)
+        return delayed.cast_delayed(x, numerics.amax_of(x), scale, *flags, f8.formats.get_format(fmt), policy, fits)
 
     dynamic = f8.amax_to_scale(f8.amax(x), fmt, te_delayed())
     for earlier, fits in ((dynamic / 4, False), (dynamic / 4, True), (dynamic / 2, True)):
@@ -101,7 +101,7 @@ def test_a_scale_of_earlier_steps(fmt, ready, late):
         want = np.float32(np.nan) if used and late else earlier if used else dynamic
         codes, transposed, scale, scale_inv = program(as_tensor(x), torch.tensor(earlier), fits)
         assert_same_bits(scale, want)
-        assert_same_bits(scale_inv, f8.reciprocal(want))
+        assert_same_bits(scale_inv, f8.numerics.reciprocal(want))
         assert_same_bits(codes, f8.quantize(x, want, fmt), fmt=fmt, source=x)
         turned = np.ascontiguousarray(x.T)
         assert_same_bits(transposed, f8.quantize(turned, want, fmt), fmt=fmt, source=turned)
@@ -114,7 +114,7 @@ def test_every_rule_for_scales():
     for rule, made in zip(rules, program(as_tensor(x[:, None])), strict=True):
         want = f8.amax_to_scale(x[:, None], "e4m3", rule)
         assert_same_bits(made.scale, want, name=rule.name)
-        assert_same_bits(made.scale_inv, f8.reciprocal(want), name=rule.name)
+        assert_same_bits(made.scale_inv, f8.numerics.reciprocal(want), name=rule.name)
 
 
 def test_what_is_cast_is_what_others_see():
@@ -139,11 +139,11 @@ def test_what_is_cast_is_what_others_see():
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_every_16_bit_value_and_float32_near_each_limit(fmt):
     """A compiler saturates by comparisons: NaN stays NaN, and a finite number whose product overflows saturates."""
-    limits = np.float32([f8.get_format(fmt).max, np.finfo(np.float32).max, np.finfo(np.float32).tiny, np.inf])
+    limits = np.float32([f8.formats.get_format(fmt).max, np.finfo(np.float32).max, np.finfo(np.float32).tiny, np.inf])
     near = limits.view(np.int32)[:, None] + np.arange(-70, 70, dtype=np.int32)
     single = np.concatenate([near.ravel(), near.ravel() | np.int32(-(2**31))]).view(np.float32)
     halves = [np.arange(2**16, dtype=np.uint16).view(DTYPES[dtype]) for dtype in ("bfloat16", "float16")]
-    program = compiled(lambda x, scale: casts.quantize(x, scale, f8.get_format(fmt)))
+    program = compiled(lambda x, scale: casts.quantize(x, scale, f8.formats.get_format(fmt)))
     for x in (single, *halves):
         for scale in np.float32([1, 448, 2.0**100, 2.0**-100, 0.3, np.nan]):
             codes, wanted = program(as_tensor(x), torch.tensor(scale)), f8.quantize(x, scale, fmt)

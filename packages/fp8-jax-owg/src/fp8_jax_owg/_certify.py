@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8_common import get_recipe
 from fp8_common.jax.certify import descend, subject
-from fp8_common.recipe import CastRecipe
+from fp8_common.recipe import CastRecipe, get_recipe
 from fp8_common.testing.certify import Certificate, Property, Subject, ask, cast_of, casts_of, example
 from fp8_jax_owg.differentiate import value_and_grad
 from fp8_jax_owg.dots.dot import fp8_dot_general

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fp8_common import DATA_FORMATS, Fp8Error
+from fp8_common import Fp8Error
+from fp8_common.formats import DATA_FORMATS
 
 PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
 FLOAT8 = {fmt.numpy_dtype for fmt in DATA_FORMATS}

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fp8_common import get_format
+from fp8_common.formats import get_format
 from fp8_jax_owg.state.pairs import HISTORY, Pair, find_pairs, names_of, take
 
 ENCODED_ZERO = 2.0**-125

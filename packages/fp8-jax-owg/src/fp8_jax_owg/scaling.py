@@ -7,10 +7,11 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from fp8_common import CANONICAL, POWER_OF_2, CastRecipe, Format, Fp8Error, Recipe, ScalePolicy, get_recipe
+from fp8_common import CANONICAL, POWER_OF_2, CastRecipe, Format, Fp8Error, Recipe, ScalePolicy
 from fp8_common.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from fp8_common.plugin import Record
 from fp8_common.policy import HistoryAlgo
+from fp8_common.recipe import get_recipe
 from fp8_common.rules import Rule, Rules
 
 Fp8Format = Literal["HYBRID", "E4M3", "HYBRID_FNUZ", "E4M3_FNUZ"]

@@ -16,7 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from fp8_common import Fp8Error, Recipe, Rule, Rules, get_recipe, select_modules
+from fp8_common import Fp8Error, Recipe, Rules
+from fp8_common.recipe import get_recipe
+from fp8_common.rules import Rule, select_modules
 from fp8_common.torch import INPUT_DTYPES
 from fp8_common.torch_layers.linear.config import LinearConfig
 from fp8_common.torch_layers.sharding.replaced import mark_replaced

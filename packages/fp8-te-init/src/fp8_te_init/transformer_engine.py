@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from fp8_common import CastRecipe, Format, Fp8UnsupportedError, Recipe, get_format
+from fp8_common import CastRecipe, Format, Fp8UnsupportedError, Recipe
+from fp8_common.formats import get_format
 from fp8_common.presets import te_current
 from fp8_common.torch import casts, decoding, torch_dtype
 from fp8_common.torch.compat import local_of, version_of

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8_common import Fp8Error, Fp8UnsupportedError, GradientCompression, Rule, Rules, select_modules
+from fp8_common import Fp8Error, Fp8UnsupportedError, GradientCompression, Rules
+from fp8_common.rules import Rule, select_modules
 from fp8_common.torch_layers.sharding.fsdp import Shard, check_gathers, named_shards, shards
 from fp8_torch_fsdp.all_gather.mx_all_gather import Float8AllGather, MatrixGatherStats
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight

@@ -207,7 +207,7 @@ def rounded_key(key, MANTISSA_BITS: tl.constexpr, ZERO: tl.constexpr):
 
 @triton.jit
 def e8m0_of_key(key, MODE: tl.constexpr, MAX_KEY: tl.constexpr, MANTISSA_BITS: tl.constexpr):
-    """Biased E8M0 exponent (int32) from a float32 key; see `fp8_common.amax_to_e8m0`."""
+    """Biased E8M0 exponent (int32) from a float32 key; see `fp8_common.numerics.amax_to_e8m0`."""
     # int32 is enough here, unlike in NumPy: a NaN key that "even" overflows is replaced by 255 below.
     EMAX: tl.constexpr = (MAX_KEY >> 23) - 127
     if MODE == "stable":

@@ -1,7 +1,7 @@
 """Kernels for silu(gate) * up and its gradient, stored as FP8 codes.
 
 Neither the activation nor the gradients of gate and up are stored before their casts. Rows are in consecutive groups,
-each with its own weights, as in `groups`. See `fp8_common.silu_mul` for the numbers.
+each with its own weights, as in `groups`. See `fp8_common.numerics.silu_mul` for the numbers.
 
 Dims: gate and up are [M, N], or without `up_ptr` the halves of gate_ptr [M, 2 N]. Outputs have the same layout:
 without `up_ptr` codes and folds have 2 N columns and there is one scale for a row of both halves; with it,
@@ -72,7 +72,7 @@ def sigmoid(x):
 
 @triton.jit
 def silu_mul(gate, up):
-    """silu(gate) * up, rounded as `fp8_common.silu_mul` rounds."""
+    """silu(gate) * up, rounded as `fp8_common.numerics.silu_mul` rounds."""
     x = gate.to(tl.float32)
     silu = (x * sigmoid(x)).to(gate.dtype)
     return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)

@@ -4,7 +4,7 @@ Row r of a message goes to, or came from, rank r: codes, then a float32 scale fo
 `fp8_common._reference.gradient_messages.MessageRows`). Element j of row r takes its random bits from word j % 4 of
 counter `offset` + 32 * ceil(C / 128) * r + j // 4: a row begins with a new block of counters. Bits come from Philox
 4x32-10: the key is the 64-bit seed (low word first), the counter its (low word, high word, 0, 0);
-`fp8_common.random_bits` draws the same in NumPy. The rounding rule is `fp8_common.encode_stochastic`.
+`fp8_common.numerics.random_bits` draws the same in NumPy. The rounding rule is `fp8_common.numerics.encode_stochastic`.
 """
 
 import math

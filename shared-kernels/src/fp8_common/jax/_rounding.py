@@ -43,7 +43,7 @@ def encode(x: ArrayLike, fmt: str | Format) -> jax.Array:
         fmt: A data format or its name; static under jit.
 
     Returns:
-        uint8 codes of the shape of `x`, equal to `fp8_common.encode`.
+        uint8 codes of the shape of `x`, equal to `fp8_common.numerics.encode`.
 
     Raises:
         Fp8Error: Unsupported dtype or format.
@@ -64,7 +64,7 @@ def encode_stochastic(x: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -
         random_bits: uint32, shape of `x`: `jax.random.bits(key, x.shape)`.
 
     Returns:
-        uint8 codes of the shape of `x`, equal to `fp8_common.encode_stochastic` for the same bits.
+        uint8 codes of the shape of `x`, equal to `fp8_common.numerics.encode_stochastic` for the same bits.
 
     Raises:
         Fp8Error: The shapes differ, `random_bits` is not uint32, or `x` or `fmt` is not supported.

@@ -179,7 +179,7 @@ def amax_to_e8m0(amax: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> 
     Args:
         amax: float16, bfloat16 or float32, any shape: max |x| of each block.
         fmt: The element format of the block; static under jit.
-        mode: "floor", "ceil", "even", "rceil" or "stable", as in `fp8_common.amax_to_e8m0`; static under jit.
+        mode: "floor", "ceil", "even", "rceil" or "stable", as in `fp8_common.numerics.amax_to_e8m0`; static under jit.
 
     Returns:
         uint8 codes of the shape of `amax`; 255 (NaN) where amax is infinite or NaN.

@@ -59,7 +59,7 @@ def encode(x: torch.Tensor, fmt: str | Format) -> torch.Tensor:
 
 
 def encode_stochastic(x: torch.Tensor, fmt: str | Format, random_bits: torch.Tensor) -> torch.Tensor:
-    """Round up or down at random; see `fp8_common.encode_stochastic`.
+    """Round up or down at random; see `fp8_common.numerics.encode_stochastic`.
 
     Args:
         x: float16, bfloat16 or float32, any shape.
@@ -130,7 +130,7 @@ def amax_to_scale(
 def amax_to_scale_inv(
     amax: torch.Tensor, fmt: str | Format, policy: ScalePolicy = CANONICAL, prev: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the scale that multiplies FP8 values back; see `fp8_common.amax_to_scale_inv`.
+    """Return the scale that multiplies FP8 values back; see `fp8_common.numerics.amax_to_scale_inv`.
 
     Args:
         amax: float32 of any shape, max |x| (its sign is ignored).
@@ -177,7 +177,7 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> torch.T
 def quantize_stochastic(
     x: torch.Tensor, scale: torch.Tensor, fmt: str | Format, random_bits: torch.Tensor
 ) -> torch.Tensor:
-    """Quantize with random rounding; see `fp8_common.encode_stochastic`.
+    """Quantize with random rounding; see `fp8_common.numerics.encode_stochastic`.
 
     Args:
         x: float16, bfloat16 or float32, any shape.
@@ -319,7 +319,7 @@ def dequantize_blockwise(
 
 
 def amax_to_e8m0(amax: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> torch.Tensor:
-    """Return uint8 E8M0 codes of `amax`; see `fp8_common.amax_to_e8m0`.
+    """Return uint8 E8M0 codes of `amax`; see `fp8_common.numerics.amax_to_e8m0`.
 
     Raises:
         Fp8Error: Unknown `mode`, `fmt` is no data format, or `amax` is not float16, bfloat16 or float32.
@@ -354,7 +354,7 @@ def quantize_mx(x: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> Q
     Args:
         x: float16, bfloat16 or float32 [..., N]; the last block may be partial.
         fmt: The element format.
-        mode: How the scale is rounded; see `fp8_common.amax_to_e8m0`.
+        mode: How the scale is rounded; see `fp8_common.numerics.amax_to_e8m0`.
 
     Returns:
         float8 codes [..., N]; torch.float8_e8m0fnu scales [..., ceil(N / 32)], which go back from FP8.

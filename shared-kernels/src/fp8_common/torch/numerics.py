@@ -197,7 +197,7 @@ def scale_from_amax(
 def scale_inv_from_amax(
     amax: torch.Tensor, fmt: Format, policy: ScalePolicy, prev: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the float32 scale back from FP8; see `fp8_common.amax_to_scale_inv`."""
+    """Return the float32 scale back from FP8; see `fp8_common.numerics.amax_to_scale_inv`."""
     return divide(1.0, scale_from_amax(amax, fmt, policy, prev))
 
 
@@ -227,7 +227,7 @@ def divide(numerator: float, x: torch.Tensor) -> torch.Tensor:
 
 
 def e8m0_from_amax(amax: torch.Tensor, fmt: Format, mode: str) -> torch.Tensor:
-    """Return uint8 E8M0 codes for float32 `amax`; see `fp8_common.amax_to_e8m0`."""
+    """Return uint8 E8M0 codes for float32 `amax`; see `fp8_common.numerics.amax_to_e8m0`."""
     bits = amax_bits(amax)
     if mode == "stable":
         bits, mode = _rounded_bits(bits, fmt), "rceil"
@@ -307,7 +307,7 @@ def reduce_history(history: torch.Tensor, algo: str) -> torch.Tensor:
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return `fp8_common.silu_mul` of tensors of one dtype and shape, in eager mode."""
+    """Return `fp8_common.numerics.silu_mul` of tensors of one dtype and shape, in eager mode."""
     x = gate.float()
     silu = (x * _sigmoid(x)).to(gate.dtype)
     return (silu.float() * up.float()).to(gate.dtype)
@@ -318,7 +318,7 @@ def silu_mul_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return `silu_mul_backward` and `silu_mul`, in eager mode.
 
-    See `fp8_common.silu_mul_backward`; tensors have one dtype and shape.
+    See `fp8_common.numerics.silu_mul_backward`; tensors have one dtype and shape.
     """
     dtype, dy, x, u = gate.dtype, grad.float(), gate.float(), up.float()
     s = _sigmoid(x)

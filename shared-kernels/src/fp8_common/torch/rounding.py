@@ -1,7 +1,7 @@
 """Rounding to FP8 and decoding in torch operations, without kernels.
 
-The bits equal `fp8_common.encode` and `decode`. Eager mode casts large tensors on a CPU in pieces and decodes codes in
-pairs; a compiler gets operations that it can fuse.
+The bits equal `fp8_common.numerics.encode` and `decode`. Eager mode casts large tensors on a CPU in pieces and decodes
+codes in pairs; a compiler gets operations that it can fuse.
 """
 
 import math
@@ -110,7 +110,7 @@ def cast(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def cast_stochastic(x: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> torch.Tensor:
-    """Round float32 `x` at random; see `fp8_common.encode_stochastic`.
+    """Round float32 `x` at random; see `fp8_common.numerics.encode_stochastic`.
 
     Raises:
         Fp8Error: `random_bits` is neither int32 nor uint32, or has another shape.

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from fp8_common import Decision, Fp8Error, Rules
+from fp8_common import Fp8Error, Rules
+from fp8_common.rules import Decision
 from fp8_jax_owg.nnx.operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8EinsumOp, Fp8Op, promote_dtype
 from fp8_jax_owg.reports import log_conversion
 from fp8_jax_owg.scaling import RulesOrFilter, ScalingChoice

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fp8_common import Format, decode, philox
+from fp8_common import Format
+from fp8_common.numerics import decode, philox
 
 if TYPE_CHECKING:
     from fp8_te_init.transformer_engine import TeWeight

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from fp8_common import Fp8Error, Fp8UnsupportedError, get_recipe
+from fp8_common import Fp8Error, Fp8UnsupportedError
+from fp8_common.recipe import get_recipe
 from fp8_common.torch.compat import disable_compiler, distributed_like, local_of
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear.config import LinearConfig

@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from fp8_common import FORMATS, Fp8Error, Fp8UnsupportedError
+from fp8_common import Fp8Error, Fp8UnsupportedError
+from fp8_common.formats import FORMATS
 from fp8_common.torch import decoding
 from fp8_common.torch.blocks import Block
 from fp8_common.torch.compat import (

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
-from fp8_common import Fp8Error, Recipe, Rule, Rules, select_modules
+from fp8_common import Fp8Error, Recipe, Rules
+from fp8_common.rules import Rule, select_modules
 from fp8_torch_fsdp.config import Float8LinearConfig
 from fp8_torch_fsdp.convert.expert_layouts import ExpertLayout, is_conv1d, layout_of
 from fp8_torch_fsdp.layers.module import Float8Module

@@ -2,7 +2,7 @@
 
 Between its matmuls are FP8 codes alone: the activation is cast where it is computed, the gradients of gate and up too,
 and of the hidden values gate and up are saved, no activation. Codes and results equal `fp8_linear` around
-`fp8_common.silu_mul` and its gradient, which `fp8_common.silu_mul_backward` defines.
+`fp8_common.numerics.silu_mul` and its gradient, which `fp8_common.numerics.silu_mul_backward` defines.
 """
 
 from collections.abc import Sequence
