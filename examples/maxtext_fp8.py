@@ -27,7 +27,7 @@ def value_and_grad(loss: Callable[..., Any], argnums: tuple[int, ...], has_aux: 
 
     def run(*args: Any) -> Any:
         value, gradients = both(*args)
-        return value, owg.next_state(tuple(args[number] for number in argnums), gradients)
+        return value, owg.tree.next_state(tuple(args[number] for number in argnums), gradients)
 
     return run
 

@@ -40,13 +40,13 @@ def jax_step(meta, x, w, dy):
     """Return the next state after a step with a given output gradient, and the gradients of x and w."""
 
     def loss(variables):
-        scaling = {"meta": owg.unshare(variables["meta"].value), "scaling": SCALING}
+        scaling = {"meta": owg.state.unshare(variables["meta"].value), "scaling": SCALING}
         operands, dimensions = (variables["x"], variables["w"]), (((1,), (0,)), ((), ()))
         return jnp.sum(owg.fp8_dot_general(*operands, dimensions, preferred_element_type=jnp.float32, **scaling) * dy)
 
-    variables = {"meta": owg.Overwrite(meta), "x": x, "w": w}
+    variables = {"meta": owg.tree.Overwrite(meta), "x": x, "w": w}
     found = owg.grad(loss)(variables)
-    return owg.next_state(variables, found)["meta"].value, found["x"], found["w"]
+    return owg.tree.next_state(variables, found)["meta"].value, found["x"], found["w"]
 
 
 def awkward(rng, step, shape):

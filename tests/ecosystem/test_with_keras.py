@@ -55,7 +55,7 @@ def test_state_beside_the_variables_combines():
         return sum(layer.stateless_call(tree["weights"], [], factor * X, tree["fp8"])[0].sum() for factor in (1.0, 2.0))
 
     tree = {"weights": [v.value for v in layer.trainable_variables], "fp8": owg.init_meta(SCALING)}
-    after = owg.next_state(tree, jax.jit(owg.grad(loss))(tree))
+    after = owg.tree.next_state(tree, jax.jit(owg.grad(loss))(tree))
     np.testing.assert_array_equal(after["fp8"]["input_amax_history"], [10, 0, 0])
 
 

@@ -82,7 +82,7 @@ def leaf(state, name):
 def test_a_pipeline_sees_what_its_stages_see_in_turn(repeats, example):
     example.install(SCALING)
     loss, (params, state), x = pipeline_of(quantizations.Fp8Quantization(), repeats)
-    _, after = jax.jit(lambda both, x: owg.next_state(both, owg.grad(loss)(both, x)))((params, state), x)
+    _, after = jax.jit(lambda both, x: owg.tree.next_state(both, owg.grad(loss)(both, x)))((params, state), x)
     kernels = leaf(params, "kernel").reshape(-1, WIDTH, WIDTH)
     seen = []
     for kernel in kernels:

@@ -83,12 +83,12 @@ def test_options_of_the_pipeline_change_no_observation(name):
 
 def test_the_mask_of_hparams_is_that_of_the_variables_and_marks_are_as_good_as_names():
     model, variables = made()
-    mask = owg.mask_from_hparams(model.abstract_init_with_metadata(X))
-    assert mask == owg.owg_mask(variables)
+    mask = owg.tree.mask_from_hparams(model.abstract_init_with_metadata(X))
+    assert mask == owg.tree.owg_mask(variables)
     assert sum(jax.tree.leaves(mask)) == 6
-    marked = jax.jit(owg.grad(lambda marked: loss_of(model)(owg.unmark(marked))))(owg.mark(variables, mask))
+    marked = jax.jit(owg.grad(lambda marked: loss_of(model)(owg.tree.unmark(marked))))(owg.tree.mark(variables, mask))
     named = jax.jit(owg.grad(loss_of(model)))(variables)
-    jax.tree.map(np.testing.assert_array_equal, owg.unmark(marked), named)
+    jax.tree.map(np.testing.assert_array_equal, owg.tree.unmark(marked), named)
 
 
 def test_the_mask_that_the_layer_computes_is_enough_for_a_stock_gradient(monkeypatch):
@@ -108,7 +108,7 @@ def test_layers_that_repeat_have_a_state_each():
     variables = jax.jit(model.init)(jax.random.key(0), X)
     inner = variables["params"]["sub"]
     inner["w"] = 2 * jnp.broadcast_to(jnp.eye(4), inner["w"].shape)
-    after = owg.next_state(variables, jax.jit(owg.grad(loss_of(model)))(variables))["params"]["sub"]
+    after = owg.tree.next_state(variables, jax.jit(owg.grad(loss_of(model)))(variables))["params"]["sub"]
     assert after["einsum"]["input_amax_history"][:, 0].tolist() == [5, 10, 20]
 
 

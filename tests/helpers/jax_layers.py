@@ -78,7 +78,7 @@ def after(loss, tree, *, jit=True):
     """The gradients of parameters and the next values of the state, of a loss of one tree."""
 
     def step(tree):
-        return owg.next_state(tree, owg.grad(loss)(tree))
+        return owg.tree.next_state(tree, owg.grad(loss)(tree))
 
     return (jax.jit(step) if jit else step)(tree)
 
@@ -100,7 +100,7 @@ def use(x, meta):
     if "kernel_scale" in meta:
         x = jnp.asarray(x, jnp.float32)
         return dot(x.reshape(-1, 1), jnp.ones((1, 1)), meta, SCALING).reshape(x.shape)
-    return owg.in_qdq(jnp.asarray(x, jnp.float32), meta["input_scale"], meta["input_amax_history"], SCALING)
+    return owg.flax_casts.in_qdq(jnp.asarray(x, jnp.float32), meta["input_scale"], meta["input_amax_history"], SCALING)
 
 
 def expect(meta, amax):
@@ -116,7 +116,7 @@ def expect(meta, amax):
 
 def assert_records(loss, wanted, **settings):
     """A loss of one state sees `wanted`, as `expect` has it, or is refused with that sentence."""
-    state = owg.Overwrite(start(*(() if isinstance(wanted, str) else np.shape(wanted))))
+    state = owg.tree.Overwrite(start(*(() if isinstance(wanted, str) else np.shape(wanted))))
     if isinstance(wanted, str):
         with pytest.raises(Fp8Error, match=wanted):
             after(lambda state: loss(state.value), state, **settings)
@@ -137,7 +137,7 @@ def total(carry, x, meta):
 
 
 def scan(meta, xs=XS, body=total):
-    shared = owg.share(meta)
+    shared = owg.state.share(meta)
     return lax.scan(lambda carry, x: body(carry, x, shared), jnp.float32(0), xs)[0]
 
 
@@ -179,8 +179,8 @@ def convolution(x, w, meta, scaling):
 
 
 def casts(x, w, meta, scaling):
-    y = owg.in_qdq(x, meta["input_scale"], meta["input_amax_history"], scaling) @ w
-    return owg.out_qdq(y, meta["output_grad_scale"], meta["output_grad_amax_history"], scaling)
+    y = owg.flax_casts.in_qdq(x, meta["input_scale"], meta["input_amax_history"], scaling) @ w
+    return owg.flax_casts.out_qdq(y, meta["output_grad_scale"], meta["output_grad_amax_history"], scaling)
 
 
 def meta_of(scaling, **histories):

@@ -70,8 +70,8 @@ class Framework:
     @functools.cached_property
     def warm(self) -> Any:
         """Variables after a step, with half of the identity as the kernel."""
-        parameters, state = owg.split(self.init())
-        start = owg.merge(T(lambda w: jnp.eye(2) * 0.5, parameters), state)
+        parameters, state = owg.tree.split(self.init())
+        start = owg.tree.merge(T(lambda w: jnp.eye(2) * 0.5, parameters), state)
         return next_variables(start, self.step(self.apply, start, X)[1])
 
     @functools.cached_property
@@ -85,7 +85,7 @@ class Framework:
 
 def next_variables(variables, gradient):
     """Return the parameters as they are, beside the next state."""
-    return owg.merge(owg.split(variables)[0], owg.split(owg.next_state(variables, gradient))[1])
+    return owg.tree.merge(owg.tree.split(variables)[0], owg.tree.split(owg.tree.next_state(variables, gradient))[1])
 
 
 def tree_layer(x, tree):
@@ -119,7 +119,7 @@ def of_nnx():
 
 
 FRAMEWORKS: dict[str, Callable[[], Framework]] = {
-    "tree": lambda: Framework(lambda: {"w": jnp.eye(2), "s": owg.Overwrite(owg.init_meta(SCALING))}, tree_layer),
+    "tree": lambda: Framework(lambda: {"w": jnp.eye(2), "s": owg.tree.Overwrite(owg.init_meta(SCALING))}, tree_layer),
     "Linen": lambda: of_linen(jax_layers.dense(2, use_bias=False, scaling=SCALING)),
     "self.param": lambda: of_linen(Declared()),
     "NNX": of_nnx,
@@ -139,16 +139,16 @@ def on_tree(function):
 
 def on_parameters(function):
     def run(tree):
-        parameters, state = owg.split(tree)
-        return owg.merge(T(function, parameters), state)
+        parameters, state = owg.tree.split(tree)
+        return owg.tree.merge(T(function, parameters), state)
 
     return on_tree(run)
 
 
 def on_state(function):
     def run(tree):
-        parameters, state = owg.split(tree)
-        return owg.merge(parameters, function(state))
+        parameters, state = owg.tree.split(tree)
+        return owg.tree.merge(parameters, function(state))
 
     return on_tree(run)
 
@@ -183,8 +183,8 @@ def with_sum(tree):
 
 def of_two_weights(apply):
     def run(x, tree):
-        parameters, state = owg.split(tree)
-        outs = jax.vmap(lambda w: apply(x, owg.merge(w, state)))(T(lambda w: jnp.stack([w, w]), parameters))
+        parameters, state = owg.tree.split(tree)
+        outs = jax.vmap(lambda w: apply(x, owg.tree.merge(w, state)))(T(lambda w: jnp.stack([w, w]), parameters))
         return outs[0]
 
     return run
@@ -199,7 +199,9 @@ def of_associative_scan(apply):
 
 
 RIGHT_LOSSES = {name: on_leaves(function) for name, function in RIGHT.items()} | {
-    "pmax vmap": in_examples(lambda tree: owg.merge(owg.split(tree)[0], lax.pmax(owg.split(tree)[1], "i"))),
+    "pmax vmap": in_examples(
+        lambda tree: owg.tree.merge(owg.tree.split(tree)[0], lax.pmax(owg.tree.split(tree)[1], "i"))
+    ),
     "ppermute": in_examples(lambda tree: lax.ppermute(tree, "i", [(0, 1), (1, 0)])),
     "all_gather vmap": in_examples(lambda tree: T(lambda a: a[0], lax.all_gather(tree, "i"))),
     "scan carry p": scanned(lambda p: p),
@@ -219,14 +221,14 @@ REFUSED_LOSSES = {name: on_leaves(function) for name, function in REFUSED.items(
     "ravel_pytree noise": through_ravel(lambda flat: flat + 0.01),
     "pmean vmap": in_examples(lambda tree: lax.pmean(tree, "i")),
     "scan carry p * 1": scanned(lambda p: p * 1),
-    "read": on_state(owg.read),
-    "read, noise, share back": on_state(lambda state: T(lambda p: owg.read(p) + 0.01, state)),
-    "read, clip 1000": on_state(lambda state: T(lambda p: jnp.clip(owg.read(p), -1e3, 1e3), state)),
+    "read": on_state(owg.state.read),
+    "read, noise, share back": on_state(lambda state: T(lambda p: owg.state.read(p) + 0.01, state)),
+    "read, clip 1000": on_state(lambda state: T(lambda p: jnp.clip(owg.state.read(p), -1e3, 1e3), state)),
     "while_loop": lambda apply: (
         lambda x, tree: lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, apply(x, tree)), (0, jnp.asarray(x)))[1]
     ),
 }
-SENTENCES = ("parameters alone", "fp8_jax_owg.read returns", "must be float32", "shared state enters while")
+SENTENCES = ("parameters alone", "fp8_jax_owg.state.read returns", "must be float32", "shared state enters while")
 
 
 # ---------------------------------------------------------------- verdicts
@@ -276,7 +278,7 @@ def check_compared(framework):
 def check_compared_beside_training(framework):
     """Check that comparisons in the place of state give the warning about kernels with a scale that never moves."""
     compared = on_leaves(lambda p: p if floating(p) and p.ndim == 2 else numbers_of_comparison(p))
-    with pytest.warns(owg.UnsharedStateWarning, match="state beside it is not"):
+    with pytest.warns(owg.state.UnsharedStateWarning, match="state beside it is not"):
         _, gradient = framework.step(compared(framework.apply), framework.warm)
     T(np.testing.assert_array_equal, next_variables(framework.warm, gradient), framework.warm)
 
@@ -286,7 +288,7 @@ def check_skipped(framework):
 
     def skipped(x, tree):
         layer = lambda: framework.apply(x, tree)  # noqa: E731
-        return lax.cond(jnp.asarray(x)[0, 0] > 1e9, layer, lambda: x @ jax.tree.leaves(owg.split(tree)[0])[0])
+        return lax.cond(jnp.asarray(x)[0, 0] > 1e9, layer, lambda: x @ jax.tree.leaves(owg.tree.split(tree)[0])[0])
 
     _, gradient = framework.step(skipped, framework.warm)
     T(np.testing.assert_array_equal, next_variables(framework.warm, gradient), framework.warm)

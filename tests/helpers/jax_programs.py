@@ -54,7 +54,7 @@ class Layer:
     def trace(self, h, state):
         meta = state[self.name]
         if not self.matmul:
-            return owg.in_qdq(h, meta["input_scale"], meta["input_amax_history"], SCALING)
+            return owg.flax_casts.in_qdq(h, meta["input_scale"], meta["input_amax_history"], SCALING)
         return owg.fp8_dot_general(h, jnp.eye(COLUMNS), MATMUL, meta=meta, scaling=SCALING)
 
     def follow(self, h, seen, index):
@@ -112,7 +112,7 @@ class Wrapped:
             outer.defvjp(lambda h, used: jax.vjp(body, h, used), lambda back, g: back(g))
             return outer(h, only(state, names(self)))
         if self.how == "gate":
-            return body(h, state | owg.gate(only(state, names(self)), jnp.bool_(False)))
+            return body(h, state | owg.state.gate(only(state, names(self)), jnp.bool_(False)))
         # not of h: under vmap JAX runs both branches of a condition that differs from example to example
         return lax.cond(jnp.bool_(self.how == "branch"), body, lambda h, state: h, h, state)
 
@@ -134,7 +134,7 @@ class Loop:
         own = {name: meta for name, meta in own.items() if name.startswith("own")}
         shared = {name: meta for name, meta in only(state, names(self)).items() if name not in own}
 
-        used = state | owg.share(shared)
+        used = state | owg.state.share(shared)
         body = lambda h, x: (self.parts[0].trace(h * x[0], used | x[1]), None)  # noqa: E731
         return lax.scan(body, h, (factors, own))[0]
 
@@ -174,10 +174,10 @@ class Sharded:
 
     def trace(self, h, state):
         mesh = jax.make_mesh((2,), ("rows",), (AxisType.Auto,), devices=jax.devices("cpu")[:2])
-        used = owg.unshare(only(state, names(self)))
+        used = owg.state.unshare(only(state, names(self)))
 
         def body(h, used):
-            return self.parts[0].trace(h, owg.replicated(used, "rows"))
+            return self.parts[0].trace(h, owg.state.replicated(used, "rows"))
 
         specs = PartitionSpec("rows"), PartitionSpec()
         inside = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=self.check_vma)

@@ -53,7 +53,9 @@ def on_mesh(step, mesh, how, kernel):
 
 def gathers(compiled):
     """The all-gathers of a program as (dtype, elements), after a check of its collectives."""
-    return [(one.dtype, one.elements) for one in owg.assert_fp8_collectives(compiled) if one.kind == "all-gather"]
+    return [
+        (one.dtype, one.elements) for one in owg.testing.assert_fp8_collectives(compiled) if one.kind == "all-gather"
+    ]
 
 
 def mean_square(y):
@@ -96,7 +98,7 @@ def test_kernels_travel_as_bytes_and_give_the_bits_of_gathering_first(mesh, way,
     distance = np.linalg.norm(np.float32(d_w) - np.float32(wanted_w))
     assert distance < (2e-2 if delayed else 1e-1) * np.linalg.norm(np.float32(wanted_w))
     if delayed:
-        after = owg.next_state(meta, d_meta)
+        after = owg.tree.next_state(meta, d_meta)
         np.testing.assert_array_equal(after["kernel_amax_history"], [np.float32(w).max(), 9])
         np.testing.assert_array_equal(d_meta["kernel_scale"], wanted_meta["kernel_scale"])
         assert d_meta["input_amax_history"][0] == np.abs(np.float32(x)).max()
@@ -119,7 +121,7 @@ def test_a_loop_gathers_bytes_forward_and_again_when_it_rematerialises(mesh, how
     arguments = [jax.device_put(array, NamedSharding(mesh, at)) for array, at in places]
     compiled = jax.jit(on_mesh(step, mesh, how, kernel)).lower(*arguments).compile()
     assert gathers(compiled) == [("u8", ROWS * ROWS)] * 2
-    reduced = [one for one in owg.find_collectives(compiled) if one.kind in ("reduce-scatter", "all-reduce")]
+    reduced = [one for one in owg.testing.find_collectives(compiled) if one.kind in ("reduce-scatter", "all-reduce")]
     assert any(one.elements > COLUMNS for one in reduced)
 
 
@@ -137,16 +139,16 @@ def test_codes_and_scale_are_those_of_the_definition(mesh, how, delayed):
 
 def test_a_wider_gather_and_a_narrow_reduction_are_found():
     program = "%a = f32[64,32]{1,0} all-gather(%p)\n%b = (u8[8], u8[64]) all-gather-start(%q)\n"
-    found = [(one.kind, one.bits, one.elements) for one in owg.find_collectives(program)]
+    found = [(one.kind, one.bits, one.elements) for one in owg.testing.find_collectives(program)]
     assert found == [("all-gather", 32, 2048), ("all-gather", 8, 64)]
-    assert len(owg.assert_fp8_collectives(program, allow_elements=2048)) == 2
+    assert len(owg.testing.assert_fp8_collectives(program, allow_elements=2048)) == 2
     for text, message in (
         (program, "all-gather of 2048 elements in f32"),
         ("", "no all-gather in 8 bits"),
         ("%b = u8[64] all-gather(%q)\n%c = f8e5m2[4] all-reduce(%d)\n", "all-reduce of 4 elements in f8e5m2"),
     ):
         with pytest.raises(Fp8Error, match=message):
-            owg.assert_fp8_collectives(text)
+            owg.testing.assert_fp8_collectives(text)
 
 
 def test_bad_arguments_are_refused(mesh):

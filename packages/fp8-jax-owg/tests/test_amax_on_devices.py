@@ -39,28 +39,28 @@ def on_devices(local, *shape, into="a", out="a", state=None, check_vma=True, xs=
             out_specs=P(out) if out else P(),
             check_vma=check_vma,
         )
-        return inside(xs, owg.unshare(meta)).sum()
+        return inside(xs, owg.state.unshare(meta)).sum()
 
     return loss
 
 
 def own_part(x, meta, axes="a"):
-    return use(x, owg.replicated(meta, axes))
+    return use(x, owg.state.replicated(meta, axes))
 
 
 def loop_that_is_summed(x, meta):
-    first, meta = lax.pcast(jnp.float32(0), "a", to="varying"), owg.replicated(meta, "a")
+    first, meta = lax.pcast(jnp.float32(0), "a", to="varying"), owg.state.replicated(meta, "a")
     return lax.psum(lax.scan(lambda c, x: total(c, x, meta), first, x)[0], "a")
 
 
 def gate_on_each(x, meta):
-    meta = owg.replicated(meta, ("a", "b"))
-    return use(7 * x, owg.gate(meta, jnp.bool_(False))) + use(x, meta)
+    meta = owg.state.replicated(meta, ("a", "b"))
+    return use(7 * x, owg.state.gate(meta, jnp.bool_(False))) + use(x, meta)
 
 
 def moved_before_and_inside(check_vma):
     def local(x, meta):
-        meta = owg.replicated(meta, "a")
+        meta = owg.state.replicated(meta, "a")
         return jax.vmap(use)(x, layer(meta, np.array([0, 1]))) + use(4.0, layer(meta, 0))
 
     run = on_devices(local, 2, check_vma=check_vma)
@@ -84,7 +84,7 @@ def sharded(spec):
     """Devices (a, b) see 1, 5; 3, 2."""
 
     def local(x, meta):
-        return use(x, T(lambda leaf: leaf.reshape(-1), owg.replicated(meta, "a", sharded="b")))
+        return use(x, T(lambda leaf: leaf.reshape(-1), owg.state.replicated(meta, "a", sharded="b")))
 
     return on_devices(local, 2, 2, into=("a", "b"), out=("a", "b"), state=spec, check_vma=False)
 
@@ -170,7 +170,7 @@ def test_shared_state_that_enters_without_replicated_is_an_error_that_names_it(h
             lambda x, m: use(x[0], m)[None], mesh=mesh(4), in_specs=specs, out_specs=P("a"), check_vma=False
         )(XS, meta).sum()
 
-    tree = {"meta": owg.Overwrite(owg.init_meta(SCALING))}
+    tree = {"meta": owg.tree.Overwrite(owg.init_meta(SCALING))}
     for gradient in (owg.grad(loss), jax.jit(owg.grad(loss))):
         with pytest.raises((Fp8Error, TypeError), match=r"fp8_jax_owg\.unshare.*fp8_jax_owg\.replicated"):
             gradient(tree)

@@ -18,7 +18,7 @@ INTO = fp8_common.amax_to_scale(np.float32(3), "e4m3")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_in_q_gives_the_codes_of_the_definition(dtype):
     x = adversarial("e4m3", dtype, scale=float(INTO))
-    data, scale_inv = owg.in_q(jnp.asarray(x), SCALE, HISTORY)
+    data, scale_inv = owg.flax_casts.in_q(jnp.asarray(x), SCALE, HISTORY)
     expected = fp8_common.quantize(x, INTO, "e4m3")
     finite = np.isfinite(np.float32(x))
     np.testing.assert_array_equal(np.asarray(data).view(np.uint8)[finite], expected[finite])
@@ -28,7 +28,7 @@ def test_in_q_gives_the_codes_of_the_definition(dtype):
 
 def test_in_qdq_passes_the_gradient_and_observes():
     x = jnp.float32([0.1, -2.7, 40])
-    y, pull = jax.vjp(lambda *a: owg.in_qdq(*a), x, SCALE, HISTORY)
+    y, pull = jax.vjp(lambda *a: owg.flax_casts.in_qdq(*a), x, SCALE, HISTORY)
     codes = fp8_common.quantize(np.asarray(x), INTO, "e4m3")
     np.testing.assert_array_equal(y, fp8_common.dequantize(codes, INTO, "e4m3"))
     g, scale, history = pull(jnp.float32([1, 2, 3]))
@@ -39,7 +39,7 @@ def test_in_qdq_passes_the_gradient_and_observes():
 
 def test_out_qdq_casts_the_gradient_alone():
     x = jnp.float32([0.1, -2.7, 40])
-    y, pull = jax.vjp(lambda *a: owg.out_qdq(*a), x, SCALE, HISTORY)
+    y, pull = jax.vjp(lambda *a: owg.flax_casts.out_qdq(*a), x, SCALE, HISTORY)
     np.testing.assert_array_equal(y, x)
     scale = fp8_common.amax_to_scale(np.float32(3), "e5m2")
     g = np.float32([0.3, 5, -1])
@@ -88,8 +88,8 @@ def test_convolutions_are_fp8_forward_and_bfloat16_backward():
     def forward(x, w):
         return owg.fp8_conv_general_dilated(x, w, **settings)
 
-    assert len(owg.assert_fp8_dots(forward, x, w)) == 1
-    dots = owg.find_dots(jax.grad(lambda *a: forward(*a).sum(), (0, 1)), x, w)
+    assert len(owg.testing.assert_fp8_dots(forward, x, w)) == 1
+    dots = owg.testing.find_dots(jax.grad(lambda *a: forward(*a).sum(), (0, 1)), x, w)
     backward = [dot for dot in dots if not dot.is_fp8]
     assert len(backward) >= 2
     assert {dtype.name for dot in backward for dtype in dot.operands} == {"bfloat16"}

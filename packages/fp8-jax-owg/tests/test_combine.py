@@ -47,7 +47,7 @@ def in_shard_map(collective, check_vma):
 
 
 def accumulated(gradients):
-    total = owg.init_accumulator(start())
+    total = owg.tree.init_accumulator(start())
     for one in gradients:
         total = owg.accumulate(total, one)
     return total
@@ -81,14 +81,14 @@ def micro_batches():
 @pytest.mark.parametrize("how", COMBINED)
 def test_gradients_of_state_meet_by_max_or_make_the_next_state_nan(how, micro_batches, devices):
     combine, amax = COMBINED[how]
-    after = owg.next_state(start(), combine(micro_batches))
+    after = owg.tree.next_state(start(), combine(micro_batches))
     expect(after, amax)
     assert bool(owg.report(after).suspicious) == np.isnan(amax)
 
 
 def test_gradients_in_the_place_of_the_state_are_nan_in_the_next_step(micro_batches):
     """As training steps do that overwrite state by themselves: `next_state` is for them."""
-    assert np.isfinite(use(1.0, owg.next_state(start(), micro_batches[1])))
+    assert np.isfinite(use(1.0, owg.tree.next_state(start(), micro_batches[1])))
     assert np.isnan(use(1.0, micro_batches[1]))
     assert "gradients were put in the place of the state" in str(owg.report(micro_batches[1]))
 
@@ -113,24 +113,28 @@ def test_gradients_that_jax_has_summed_are_not_reduced_again(devices, collective
 
 def variables(w=3.0, history=(2.0, 0.0, 3.0)):
     state = start() | {"input_amax_history": jnp.float32(history)}
-    return {"params": {"w": jnp.float32([w, 4.0])}, "fp8": owg.Overwrite(state)}
+    return {"params": {"w": jnp.float32([w, 4.0])}, "fp8": owg.tree.Overwrite(state)}
 
 
 def test_a_linen_collection_and_a_marker_are_found():
-    tree = {"a": jnp.ones(1), "b": [owg.Overwrite({"x": jnp.ones(1), "y": jnp.ones(1)})], COLLECTION: [jnp.ones(1)]}
-    mask = owg.owg_mask(tree)
+    tree = {
+        "a": jnp.ones(1),
+        "b": [owg.tree.Overwrite({"x": jnp.ones(1), "y": jnp.ones(1)})],
+        COLLECTION: [jnp.ones(1)],
+    }
+    mask = owg.tree.owg_mask(tree)
     assert jax.tree.structure(mask) == jax.tree.structure(tree)
     assert (mask["a"], mask["b"][0].value, mask[COLLECTION]) == (False, {"x": True, "y": True}, [True])
-    assert sum(owg.is_owg(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]) == 1
-    assert owg.is_owg((), tree["b"][0])
+    assert sum(owg.tree.is_owg(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]) == 1
+    assert owg.tree.is_owg((), tree["b"][0])
 
 
 def test_split_and_merge():
-    tree = variables() | {"marked": owg.Overwrite(jnp.ones(2)), "nothing": None}
-    parameters, overwritten = owg.split(tree)
+    tree = variables() | {"marked": owg.tree.Overwrite(jnp.ones(2)), "nothing": None}
+    parameters, overwritten = owg.tree.split(tree)
     assert [leaf.shape for leaf in jax.tree.leaves(parameters)] == [(2,)]
     assert len(jax.tree.leaves(overwritten)) == 3
-    merged = owg.merge(parameters, overwritten)
+    merged = owg.tree.merge(parameters, overwritten)
     assert jax.tree.structure(merged) == jax.tree.structure(tree)
     T(np.testing.assert_array_equal, merged, tree)
 
@@ -138,22 +142,30 @@ def test_split_and_merge():
 def test_metadata_in_the_manner_of_praxis_marks():
     """Parameters in one plain tree, hyperparameters that say what is overwritten in another."""
     collections = {"kernel": (), "amax": ("non_trainable", COLLECTION)}
-    mask = owg.mask_from_hparams({name: SimpleNamespace(shape=None, collections=x) for name, x in collections.items()})
+    mask = owg.tree.mask_from_hparams(
+        {name: SimpleNamespace(shape=None, collections=x) for name, x in collections.items()}
+    )
     tree = {"kernel": jnp.ones(2), "amax": jnp.zeros(1)}
-    marked = owg.mark(tree, mask)
-    assert owg.owg_mask(marked)["amax"].value
-    assert [leaf.shape for leaf in jax.tree.leaves(owg.split(marked)[0])] == [(2,)]
-    T(np.testing.assert_array_equal, owg.unmark(marked), tree)
+    marked = owg.tree.mark(tree, mask)
+    assert owg.tree.owg_mask(marked)["amax"].value
+    assert [leaf.shape for leaf in jax.tree.leaves(owg.tree.split(marked)[0])] == [(2,)]
+    T(np.testing.assert_array_equal, owg.tree.unmark(marked), tree)
 
 
 CHANGES = {
-    "clip_by_global_norm": (lambda t: owg.clip_by_global_norm(t, 1.0), [0.6, 0.8]),
-    "clip_by_global_norm, below the limit": (lambda t: owg.clip_by_global_norm(t, 6.0), [3, 4]),
-    "map_parameters": (lambda t: owg.map_parameters(lambda g: 2 * g, t), [6, 8]),
-    "accumulate": (lambda t: owg.accumulate(owg.accumulate(owg.init_accumulator(t), t), t), [6, 8]),
-    "cast_params": (lambda t: owg.cast_params(t, jnp.bfloat16), jnp.bfloat16([3, 4])),
-    "a step that is valid": (lambda t: jax.jit(owg.where_step_valid)(True, t, variables(np.nan, (9, 9, 9))), [3, 4]),
-    "a step that is not": (lambda t: jax.jit(owg.where_step_valid)(False, variables(np.nan, (9, 9, 9)), t), [3, 4]),
+    "clip_by_global_norm": (lambda t: owg.tree.clip_by_global_norm(t, 1.0), [0.6, 0.8]),
+    "clip_by_global_norm, below the limit": (lambda t: owg.tree.clip_by_global_norm(t, 6.0), [3, 4]),
+    "map_parameters": (lambda t: owg.tree.map_parameters(lambda g: 2 * g, t), [6, 8]),
+    "accumulate": (lambda t: owg.accumulate(owg.accumulate(owg.tree.init_accumulator(t), t), t), [6, 8]),
+    "cast_params": (lambda t: owg.tree.cast_params(t, jnp.bfloat16), jnp.bfloat16([3, 4])),
+    "a step that is valid": (
+        lambda t: jax.jit(owg.tree.where_step_valid)(True, t, variables(np.nan, (9, 9, 9))),
+        [3, 4],
+    ),
+    "a step that is not": (
+        lambda t: jax.jit(owg.tree.where_step_valid)(False, variables(np.nan, (9, 9, 9)), t),
+        [3, 4],
+    ),
 }
 
 
@@ -167,14 +179,16 @@ def test_what_happens_to_parameters_does_not_happen_to_state(how):
 
 
 def test_a_gradient_of_zero_is_not_divided_by_its_norm():
-    np.testing.assert_array_equal(owg.clip_by_global_norm({"w": jnp.zeros(2)}, 1.0)["w"], 0)
+    np.testing.assert_array_equal(owg.tree.clip_by_global_norm({"w": jnp.zeros(2)}, 1.0)["w"], 0)
 
 
 @pytest.mark.parametrize("nothing", [NOTHING, np.inf, NAN])
 def test_updates_add_to_parameters_and_replace_what_was_observed(nothing):
     """Leaves without a history have no witness, and keep what small numbers they are."""
-    now = {"w": jnp.bfloat16(1), "fp8": owg.Overwrite(jnp.float32([2, 3, 4]))}
-    new = owg.apply_updates(now, {"w": jnp.bfloat16(0.5), "fp8": owg.Overwrite(jnp.float32([nothing, 1.7e-11, 1e30]))})
+    now = {"w": jnp.bfloat16(1), "fp8": owg.tree.Overwrite(jnp.float32([2, 3, 4]))}
+    new = owg.apply_updates(
+        now, {"w": jnp.bfloat16(0.5), "fp8": owg.tree.Overwrite(jnp.float32([nothing, 1.7e-11, 1e30]))}
+    )
     assert (new["w"], new["w"].dtype) == (1.5, jnp.bfloat16)
     np.testing.assert_array_equal(new["fp8"].value, np.float32([2, 1.7e-11, 1e30]))
 
@@ -197,10 +211,12 @@ def test_the_arguments_are_those_of_jax(argnums):
 
 
 def test_the_dtype_of_shared_values_is_float32_for_the_compiler_and_adds_by_max():
-    shared = jax.jit(lambda x: owg.read(owg.share(x)) + 1)
+    shared = jax.jit(lambda x: owg.state.read(owg.state.share(x)) + 1)
     assert "f32[3]" in shared.lower(jnp.zeros(3)).compile().as_text()
-    assert repr(owg.fp32_max_grad) == owg.fp32_max_grad.name == "fp32_max_grad"
-    assert owg.fm32 is owg.fp32_max_grad
-    one, two = owg.share(jnp.float32([1, 7])), owg.share(jnp.float32([4, 2]))
-    total = jax.vjp(lambda a: (owg.read(a), owg.read(a)), one)[1]((owg.read(one), owg.read(two)))[0]
-    np.testing.assert_array_equal(np.asarray(owg.read(total)), [4, 7])
+    assert repr(owg.flax_casts.fp32_max_grad) == owg.flax_casts.fp32_max_grad.name == "fp32_max_grad"
+    assert owg.flax_casts.fm32 is owg.flax_casts.fp32_max_grad
+    one, two = owg.state.share(jnp.float32([1, 7])), owg.state.share(jnp.float32([4, 2]))
+    total = jax.vjp(lambda a: (owg.state.read(a), owg.state.read(a)), one)[1](
+        (owg.state.read(one), owg.state.read(two))
+    )[0]
+    np.testing.assert_array_equal(np.asarray(owg.state.read(total)), [4, 7])

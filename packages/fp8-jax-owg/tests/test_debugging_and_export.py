@@ -18,14 +18,14 @@ def loss(tree, x):
 
 
 def variables():
-    return {"w": jnp.ones((4, 3)), "fp8": owg.Overwrite(owg.init_meta(SCALING))}
+    return {"w": jnp.ones((4, 3)), "fp8": owg.tree.Overwrite(owg.init_meta(SCALING))}
 
 
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 @pytest.mark.parametrize("flag", ["debug_nans", "debug_infs"])
 def test_debugging_flags_stop_at_nothing_of_ours_and_at_nan_of_the_user(flag, jit):
     def step(tree, x):
-        return owg.next_state(tree, owg.grad(loss)(tree, x))
+        return owg.tree.next_state(tree, owg.grad(loss)(tree, x))
 
     run = jax.jit(step) if jit else step
     with getattr(jax, flag)(True):
@@ -42,8 +42,8 @@ def test_an_exported_step_takes_any_batch_and_replaces_the_state():
 
     @jax.jit
     def step(w, meta, x):
-        tree = {"w": w, "fp8": owg.Overwrite(meta)}
-        return owg.next_state(tree, owg.grad(loss)(tree, x))["fp8"].value
+        tree = {"w": w, "fp8": owg.tree.Overwrite(meta)}
+        return owg.tree.next_state(tree, owg.grad(loss)(tree, x))["fp8"].value
 
     (rows,) = export.symbolic_shape("b")
     state, x = owg.init_meta(SCALING), jax.ShapeDtypeStruct((rows, 4), jnp.float32)

@@ -89,7 +89,7 @@ def test_products_are_those_of_the_definition(equation, dtype, scaling):
     for name, x, fmt in (("input", lhs, forward), ("kernel", rhs, forward), ("output_grad", g, backward)):
         window, amax = np.float32(HISTORY[name]), fp8_common.amax(np.asarray(x))
         expected, _ = fp8_common.numerics.update_history(window, amax, scaling.amax_compute_algo)
-        np.testing.assert_array_equal(owg.next_state(meta, next_meta)[f"{name}_amax_history"], expected)
+        np.testing.assert_array_equal(owg.tree.next_state(meta, next_meta)[f"{name}_amax_history"], expected)
         if (scale := scale_of(name, scaling, fmt)) != 1:
             assert next_meta[f"{name}_scale"] == fp8_common.numerics.reciprocal(scale)
 
@@ -149,7 +149,7 @@ def test_ragged_products_skip_empty_groups_and_foreign_rows(sizes):
     def run(sizes, x, w, meta, g):
         out, pull = jax.vjp(lambda x, w, m: owg.fp8_ragged_dot(x, w, sizes, meta=m, scaling=SHORT), x, w, meta)
         d_x, d_w, observed = pull(g)
-        return out, d_x, d_w, owg.next_state(meta, observed)
+        return out, d_x, d_w, owg.tree.next_state(meta, observed)
 
     out, d_x, d_w, after = run(jnp.int32(sizes), x, w, meta, g)
     np.testing.assert_array_equal(out[used:], 0)
@@ -174,14 +174,14 @@ def test_all_three_products_have_fp8_operands(product, name):
     def gradients(x, w):
         return jax.grad(lambda x, w: product(x, w, meta_of(SCALINGS[name]), SCALINGS[name]).sum(), (0, 1))(x, w)
 
-    dots = owg.assert_fp8_dots(gradients, normal(4, 8), normal(8, 5))
+    dots = owg.testing.assert_fp8_dots(gradients, normal(4, 8), normal(8, 5))
     assert sorted(sorted(dtype.name for dtype in one.operands) for one in dots) == sorted(map(sorted, ALL_THREE))
     assert {one.result.name for one in dots} == {"float32"}
 
 
 def test_batch_dimensions_stay_in_one_product():
     a, b = normal(2, 2, 4, 5), normal(2, 2, 6, 5)
-    dots = owg.assert_fp8_dots(jax.grad(lambda a: owg.fp8_einsum("bhqd,bhkd->bhqk", a, b).sum()), a)
+    dots = owg.testing.assert_fp8_dots(jax.grad(lambda a: owg.fp8_einsum("bhqd,bhkd->bhqk", a, b).sum()), a)
     assert {one.shapes[0][:2] for one in dots} == {(2, 2)}
 
 
@@ -258,7 +258,7 @@ def test_nothing_that_is_not_finite_is_laundered_nor_recorded(product, name):
     def run(x, w, g):
         out, pull = jax.vjp(lambda x, w, m: product(x, w, m, SCALINGS[name]), x, w, meta)
         d_x, d_w, observed = pull(g)
-        return out, d_x, d_w, meta and owg.next_state(meta, observed)
+        return out, d_x, d_w, meta and owg.tree.next_state(meta, observed)
 
     def recorded(after, **spoiled):
         """A tensor that is not finite leaves its history, the others are observed."""
@@ -334,13 +334,13 @@ REFUSED = {
     "other dimensions": (of_ones("ij,jk->ik", 3, 2), r"shapes \(3, 3, 3\) and \(3, 3\)"),
     "other sizes": (lambda: owg.fp8_einsum("ij,jk->ik", X, W.T), r"shapes \(4, 8\) and \(5, 8\): Size of label \'j\'"),
     "a product that is not FP8": (
-        lambda: owg.assert_fp8_dots(jnp.dot, X, W),
+        lambda: owg.testing.assert_fp8_dots(jnp.dot, X, W),
         r"dot_general of float32\(4, 8\) and float32\(8, 5\)",
     ),
-    "a function without products": (lambda: owg.assert_fp8_dots(jnp.sin, jnp.ones(3)), "Of 0 products"),
+    "a function without products": (lambda: owg.testing.assert_fp8_dots(jnp.sin, jnp.ones(3)), "Of 0 products"),
     "a second derivative": (hessian(lambda x: owg.fp8_dot_general(x, W, MATMUL)), "first derivatives only"),
     "a second derivative of a cast": (
-        hessian(lambda x: owg.in_qdq(x, jnp.ones(1), jnp.ones(3))),
+        hessian(lambda x: owg.flax_casts.in_qdq(x, jnp.ones(1), jnp.ones(3))),
         "first derivatives only",
     ),
 }

@@ -209,7 +209,7 @@ def test_other_errors_of_flax_operations_are_handed_on():
 def test_a_pipeline_that_converts_its_state_to_the_dtype_of_flax():
     """praxis' own: converted outside of the loop over time, stages under vmap, a stock gradient, and back behind it."""
     stages, microbatches = 2, jnp.float32([1, 5, 3])
-    assert owg.read(lax.convert_element_type(jnp.ones(1), fp8_ops.fm32)).dtype == jnp.float32
+    assert owg.state.read(lax.convert_element_type(jnp.ones(1), fp8_ops.fm32)).dtype == jnp.float32
 
     def stage(meta, x):
         return owg.fp8_einsum("bi,io->bo", x, jnp.eye(2), meta=meta, scaling=SCALING)
@@ -234,7 +234,7 @@ def test_a_pipeline_that_converts_its_state_to_the_dtype_of_flax():
 def test_the_stock_gradient_of_nnx_warns_unless_it_is_asked_for_the_state():
     loss = lambda model: model(inputs()[1])  # noqa: E731
     with pytest.warns(
-        owg.UnsharedStateWarning, match=r"is trained and.*is not.*fp8_jax_owg.nnx.value_and_grad"
+        owg.state.UnsharedStateWarning, match=r"is trained and.*is not.*fp8_jax_owg.nnx.value_and_grad"
     ) as seen:
         jax.eval_shape(nnx.value_and_grad(loss), Model())
     assert [one.filename for one in seen] == [__file__]
@@ -260,12 +260,12 @@ def test_parameters_of_linen_without_their_state_warn(scanned):
     def trace(gradient):  # which warns; nothing is compiled
         return jax.eval_shape(gradient, variables["params"], variables[COLLECTION])
 
-    with pytest.warns(owg.UnsharedStateWarning, match="A kernel is trained and the FP8 state beside it is not"):
+    with pytest.warns(owg.state.UnsharedStateWarning, match="A kernel is trained and the FP8 state beside it is not"):
         trace(jax.grad(loss))
-    with pytest.warns(owg.UnsharedStateWarning, match="differentiated by plain jax.grad"):
+    with pytest.warns(owg.state.UnsharedStateWarning, match="differentiated by plain jax.grad"):
         trace(jax.grad(loss, (0, 1)))
     with warnings.catch_warnings():
-        warnings.simplefilter("error", owg.UnsharedStateWarning)
+        warnings.simplefilter("error", owg.state.UnsharedStateWarning)
         trace(lambda *a: owg.grad(lambda v: loss(v["params"], v[COLLECTION]))({"params": a[0], COLLECTION: a[1]}))
 
 
@@ -287,4 +287,4 @@ def test_state_may_be_declared_as_parameters():
 def test_live_state_equals_the_dtype_of_flax_and_no_other():
     assert fp8_state == fp8_ops.fm32
     assert fp8_ops.fm32 == fp8_state
-    assert fp8_state != owg.fp32_max_grad
+    assert fp8_state != owg.flax_casts.fp32_max_grad

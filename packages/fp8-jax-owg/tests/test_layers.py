@@ -80,9 +80,9 @@ def test_every_place_that_takes_a_scaling_takes_a_recipe():
     np.testing.assert_array_equal(owg.fp8_dot_general(x, w, MATMUL, meta=meta, scaling=name), wanted)
     np.testing.assert_array_equal(owg.fp8_einsum("ab,bc->ac", x, w, meta=meta, scaling=name), wanted)
     state = meta["input_scale"], meta["input_amax_history"]
-    assert owg.in_q(x, *state, scaling=name)[0].dtype == jnp.float8_e4m3fn
+    assert owg.flax_casts.in_q(x, *state, scaling=name)[0].dtype == jnp.float8_e4m3fn
     with pytest.raises(Fp8Error, match="needs delayed scaling"):
-        owg.in_q(x, *state, scaling="tensorwise")
+        owg.flax_casts.in_q(x, *state, scaling="tensorwise")
     assert set(jax_layers.dense(4, scaling=CurrentScaling()).init(KEY(0), x)) == {"params"}
 
 
@@ -102,7 +102,7 @@ def test_names_and_shapes_are_those_of_flax_and_its_checkpoints_load_with_its_nu
     assert distance(ours.apply(saved, x), theirs.apply(saved, x)) < 1e-5
     T(np.testing.assert_array_equal, checkpoint.upgrade(saved, variables), saved)
     gradients = jax.grad(lambda v, x: ours.apply(v, x).sum(), (0, 1))
-    assert len(owg.assert_fp8_dots(gradients, saved, x, others=6)) == 18
+    assert len(owg.testing.assert_fp8_dots(gradients, saved, x, others=6)) == 18
 
 
 @pytest.mark.parametrize(("algo", "margin"), [("max", 2), ("most_recent", 0)])
@@ -114,7 +114,7 @@ def test_histories_and_scales_equal_the_definition_over_twice_the_window(algo, m
     step = jax.jit(owg.grad(lambda v, x: (layer.apply(v, x) ** 2).sum()))
     window, scale = np.zeros(3, np.float32), np.float32(1)
     for x in inputs:
-        variables = {**variables, COLLECTION: owg.next_state(variables, step(variables, x))[COLLECTION]}
+        variables = {**variables, COLLECTION: owg.tree.next_state(variables, step(variables, x))[COLLECTION]}
         leaves = variables[COLLECTION]["Fp8DotGeneralOp_0"]
         assert set(leaves) == LEAVES
         np.testing.assert_array_equal(leaves["input_scale"], fp8_common.numerics.reciprocal(scale))
@@ -197,8 +197,8 @@ def test_a_converted_model_of_nnx_runs_in_fp8_and_observes(model):
     x, before = sample(), run(model, sample())
     assert owg_nnx.convert_to_fp8(model, scaling=SCALING) is model
     _, params, state = nnx.split(model, nnx.Param, owg_nnx.OverwriteWithGradient)
-    assert all(jax.tree.leaves(owg.owg_mask(state)))
-    assert not any(jax.tree.leaves(owg.owg_mask(params)))
+    assert all(jax.tree.leaves(owg.tree.owg_mask(state)))
+    assert not any(jax.tree.leaves(owg.tree.owg_mask(params)))
     loss = lambda model: (model(x) ** 2).sum()  # noqa: E731
     assert 0 < distance(run(model, x), before) < 0.5
     grads = nnx.to_pure_dict(nnx.jit(owg_nnx.grad(loss, wrt=BOTH))(model))
@@ -246,7 +246,7 @@ def test_a_subclass_whose_calls_do_not_multiply_through_the_layer_is_refused():
     with pytest.raises(Fp8Error, match=r"is a Own with a __call__ of its own.*'!layers.0'"):
         owg_nnx.convert_to_fp8(model)
     owg_nnx.convert_to_fp8(model, ["*", "!layers.0"])
-    assert owg.assert_fp8_dots(lambda x: model.layers[1](x), jnp.ones((2, 4)))
+    assert owg.testing.assert_fp8_dots(lambda x: model.layers[1](x), jnp.ones((2, 4)))
 
 
 def test_layers_that_vmap_has_stacked_keep_a_state_each():

@@ -36,7 +36,7 @@ def assert_same(one, other):
 
 KINDS = {
     "linen": lambda: trained(),
-    "marked": lambda: {"w": jnp.ones(3), "amax": owg.Overwrite(jnp.float32([1e-11, 1e30]))},
+    "marked": lambda: {"w": jnp.ones(3), "amax": owg.tree.Overwrite(jnp.float32([1e-11, 1e30]))},
     "nnx": lambda: nnx.state(jax_layers.linear(4, 4, scaling=SCALING, rngs=nnx.Rngs(0))),
 }
 
@@ -49,7 +49,7 @@ def test_orbax_saves_and_restores_bit_for_bit(tmp_path, kind):
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "checkpoint", jax.tree.map(jnp.zeros_like, tree))
     assert_same(restored, tree)
-    assert jax.tree.leaves(owg.owg_mask(restored)) == jax.tree.leaves(owg.owg_mask(tree))
+    assert jax.tree.leaves(owg.tree.owg_mask(restored)) == jax.tree.leaves(owg.tree.owg_mask(tree))
 
 
 def test_a_bf16_checkpoint_gets_a_fresh_state():

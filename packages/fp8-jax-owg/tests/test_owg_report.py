@@ -89,7 +89,7 @@ def test_what_cannot_be_is_named(spoiled, message):
 
 def test_stacked_states_are_reported_one_by_one():
     leaves = {"input_scale": jnp.ones((2, 1)), "input_amax_history": jnp.float32([[1, 0], [2, 0]])}
-    found = owg.report({"fc": owg.Overwrite(leaves), "other": owg.Overwrite(jnp.ones(3))})
+    found = owg.report({"fc": owg.tree.Overwrite(leaves), "other": owg.tree.Overwrite(jnp.ones(3))})
     assert [(tensor.name, tensor.amax) for tensor in found.tensors] == [("fc/input[0]", 1), ("fc/input[1]", 2)]
 
 
@@ -107,12 +107,12 @@ def test_a_layer_called_value_is_a_layer(kind, marked):
         return owg.init_meta(owg.DelayedScaling(amax_history_length=2))
 
     def layer():
-        return owg.Overwrite(meta()) if marked else meta()
+        return owg.tree.Overwrite(meta()) if marked else meta()
 
     inner = {"w": jnp.eye(2), "fp8": layer()}
     tree = {"value": inner, "fp8": layer()} if kind == "dictionary" else Named(inner, layer())
-    assert sum(jax.tree.leaves(owg.owg_mask(tree))) == 12
-    assert sum(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(owg.cast_params(tree, jnp.bfloat16))) == 12
+    assert sum(jax.tree.leaves(owg.tree.owg_mask(tree))) == 12
+    assert sum(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(owg.tree.cast_params(tree, jnp.bfloat16))) == 12
     names = [tensor.name for tensor in owg.report(tree).tensors]
     assert sorted(names) == sorted(
         f"{path}/{tensor}" for path in ("fp8", "value/fp8") for tensor in ("input", "kernel", "output_grad")
@@ -127,7 +127,7 @@ def test_a_state_below_keys_called_value_stays_a_pair(path):
         tree = {key: tree, **(inner if key == "value" else {})}
     found = owg.report(tree)
     assert len({tensor.name for tensor in found.tensors}) == 1 + path.count("value")
-    assert all(jax.tree.leaves(owg.owg_mask(tree)))
+    assert all(jax.tree.leaves(owg.tree.owg_mask(tree)))
 
 
 def test_a_model_without_state_has_an_empty_report():

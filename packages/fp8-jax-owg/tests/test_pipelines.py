@@ -120,7 +120,7 @@ def sequential(pipe, rounds, variables, x):
     def one(variables, h):
         # every layer is used once, so a loop over them combines nothing
         lead = 2 if rounds > 1 else 1
-        layers = T(lambda a: a.reshape(-1, *a.shape[lead:]), owg.unshare(pipe.body(variables)))
+        layers = T(lambda a: a.reshape(-1, *a.shape[lead:]), owg.state.unshare(pipe.body(variables)))
         return loss_of(jax.lax.scan(lambda h, stage: (pipe.stage(stage, h), None), h, layers)[0])
 
     step = owg.value_and_grad(one, has_aux=True)
@@ -133,7 +133,7 @@ def assert_equal(pipe, rounds, variables, x):
     (_, y), gradients = both(variables)
     wanted, total = sequential(pipe, rounds, variables, x)
     np.testing.assert_allclose(y, wanted, rtol=2e-6, atol=1e-6)
-    (parameters, state), (wanted_parameters, wanted_state) = owg.split(gradients), owg.split(total)
+    (parameters, state), (wanted_parameters, wanted_state) = owg.tree.split(gradients), owg.tree.split(total)
     assert len(jax.tree.leaves(state)) == 6
     # one and more stages are multiplied in sums of another order: an amax of what they return differs in the last bit
     T(partial(np.testing.assert_allclose, rtol=1e-6), state, wanted_state)
@@ -175,7 +175,7 @@ def test_three_steps_give_the_known_histories_and_scales():
     @jax.jit
     def step(variables, x):
         gradients = jax.grad(lambda v: model.apply(v, x).max())(variables)
-        return owg.next_state(variables, gradients) | {"params": variables["params"]}
+        return owg.tree.next_state(variables, gradients) | {"params": variables["params"]}
 
     histories, scales = [], []
     for value in (2.0, 3.0, 4.0):
@@ -193,7 +193,7 @@ def test_no_dots_are_added():
     assert inspect.signature(model.apply) == inspect.signature(nn.Dense(1).apply)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
     zeros = T(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), variables)
-    assert len(owg.assert_fp8_dots(jax.grad(lambda v: (model.apply(v, x) ** 2).sum()), zeros)) == 3
+    assert len(owg.testing.assert_fp8_dots(jax.grad(lambda v: (model.apply(v, x) ** 2).sum()), zeros)) == 3
 
 
 def test_sharded_over_stages_and_data_equals_one_device(devices):

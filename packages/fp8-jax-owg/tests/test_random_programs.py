@@ -66,16 +66,16 @@ def differentiate(form, program, states, h):
         model, variables = Held(program, tuple(states.items())), {COLLECTION: states}
         return jax_layers.after(lambda v: model.apply(v, h).sum(), variables)[COLLECTION]
     if form == "marks":
-        tree = {"w": jnp.float32(1), "fp8": owg.Overwrite(states)}
+        tree = {"w": jnp.float32(1), "fp8": owg.tree.Overwrite(states)}
 
         def loss(params, state):
-            tree = owg.merge(params, state)
+            tree = owg.tree.merge(params, state)
             return tree["w"] * program.trace(h, tree["fp8"].value).sum()
 
-        found = owg.merge(*jax.jit(owg.grad(loss, argnums=(0, 1)))(*owg.split(tree)))
-        return owg.next_state(tree, found)["fp8"].value
+        found = owg.tree.merge(*jax.jit(owg.grad(loss, argnums=(0, 1)))(*owg.tree.split(tree)))
+        return owg.tree.next_state(tree, found)["fp8"].value
     found = jax.jit(owg.grad(lambda w, s: w * program.trace(h, s).sum(), argnums=1))(jnp.float32(1), states)
-    return owg.next_state(states, found)
+    return owg.tree.next_state(states, found)
 
 
 def read(states):
@@ -111,4 +111,4 @@ def test_a_random_program_that_operates_on_its_state_is_right_or_refused(seed, d
     else:
         return  # Some operations compute with vectors alone, and leave the states of a stack as they are.
     assert maker.refused, program
-    assert any(words in said for words in ("parameters alone", "fp8_jax_owg.read returns", "fp8_state")), said
+    assert any(words in said for words in ("parameters alone", "fp8_jax_owg.state.read returns", "fp8_state")), said

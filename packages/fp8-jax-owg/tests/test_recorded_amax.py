@@ -44,9 +44,9 @@ def at(stack, i):
 
 def in_a_carry(meta):
     def body(carry, x):
-        return (carry[0] + use(x, owg.unshare(carry[1])), carry[1]), None
+        return (carry[0] + use(x, owg.state.unshare(carry[1])), carry[1]), None
 
-    return lax.scan(body, (jnp.float32(0), owg.share(meta)), XS)[0][0]
+    return lax.scan(body, (jnp.float32(0), owg.state.share(meta)), XS)[0][0]
 
 
 def nested(meta):
@@ -65,7 +65,7 @@ def remat_in_scan(policy):
 
 
 def beside_a_while_loop(meta):
-    still = owg.gate(meta, jnp.bool_(False))
+    still = owg.state.gate(meta, jnp.bool_(False))
     done = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + use(7.0, still)), (0, jnp.float32(0)))
     return each(meta) + lax.stop_gradient(done[1])
 
@@ -240,7 +240,7 @@ def taken_at(*steps):
 def gated(bad):
     """A pipeline's bubble, in the third iteration."""
     xs = jnp.float32([1, 5, bad, 2])
-    return lambda meta: scan(meta, jnp.arange(4), lambda c, t, m: total(c, xs[t], owg.gate(m, t != 2)))
+    return lambda meta: scan(meta, jnp.arange(4), lambda c, t, m: total(c, xs[t], owg.state.gate(m, t != 2)))
 
 
 def changed(how, uses=SEEN):
@@ -258,7 +258,7 @@ BRANCHES = {
     "a gate before NaN": (gated(np.nan), 5),
     "a gate before something large": (gated(1e30), 5),
     "a gate that is closed for some examples": (
-        lambda m: jax.vmap(lambda x, ok: use(x, owg.gate(m, ok)))(jnp.asarray(XS), jnp.asarray(VALID)).sum(),
+        lambda m: jax.vmap(lambda x, ok: use(x, owg.state.gate(m, ok)))(jnp.asarray(XS), jnp.asarray(VALID)).sum(),
         3,
     ),
 }
@@ -286,8 +286,8 @@ COMPUTES = "The loss computes with FP8 state"
 ALTERED = {
     "a penalty over all leaves": (penalized(lambda x: 0.1 * x**2), COMPUTES),
     "the sum of all leaves": (penalized(jnp.abs), COMPUTES),
-    "a penalty over what was unshared": (penalized(lambda x: 0.1 * owg.unshare(x) ** 2), NAN),
-    "a penalty over what was read": (penalized(lambda x: 0.1 * owg.read(x) ** 2), 5),
+    "a penalty over what was unshared": (penalized(lambda x: 0.1 * owg.state.unshare(x) ** 2), NAN),
+    "a penalty over what was read": (penalized(lambda x: 0.1 * owg.state.read(x) ** 2), 5),
     "custom_vjp around two uses, of a moved state": (lambda m: around(layer(m, 0)), [5, NOTHING]),
     "a multiple": (changed(lambda x: 2 * x, [5.0]), COMPUTES),
     "a maximum": (changed(lambda x: jnp.maximum(x, 0.5), [5.0]), COMPUTES),
@@ -295,9 +295,9 @@ ALTERED = {
     "a cast": (changed(lambda x: x.astype(jnp.bfloat16), [5.0]), COMPUTES),
     "a mask of ones for each use": (changed(lambda x: x * jnp.ones_like(x)), COMPUTES),
     "two uses of one product with one": (twice_from_one(lambda x: x * 1), COMPUTES),
-    "two calls with what was unshared once": (twice_from_one(owg.unshare), NAN),
-    "a scan with what was unshared once": (lambda m: loop_on_each(XS, owg.unshare(m)).sum(), NAN),
-    "a call with what was read": (changed(owg.read, [5.0]), "not what fp8_jax_owg.read returns"),
+    "two calls with what was unshared once": (twice_from_one(owg.state.unshare), NAN),
+    "a scan with what was unshared once": (lambda m: loop_on_each(XS, owg.state.unshare(m)).sum(), NAN),
+    "a call with what was read": (changed(owg.state.read, [5.0]), "not what fp8_jax_owg.state.read returns"),
     "a while loop over moved state": (in_a_while_loop, r"enters while.*lax.fori_loop"),
 }
 ROWS = LOOPS | REMAT | LAYERS | BRANCHES | ALTERED

@@ -117,9 +117,9 @@ def praxis_casts() -> Program:
     """As praxis' layers and flax's older ones multiply: casts there and back around a plain matmul."""
 
     def multiply(x: jax.Array, w: jax.Array, meta: Any) -> jax.Array:
-        x = owg.in_qdq(x, meta["input_scale"], meta["input_amax_history"], BASE)
-        w = owg.in_qdq(w, meta["kernel_scale"], meta["kernel_amax_history"], BASE)
-        return owg.out_qdq(x @ w, meta["output_grad_scale"], meta["output_grad_amax_history"], BASE)
+        x = owg.flax_casts.in_qdq(x, meta["input_scale"], meta["input_amax_history"], BASE)
+        w = owg.flax_casts.in_qdq(w, meta["kernel_scale"], meta["kernel_amax_history"], BASE)
+        return owg.flax_casts.out_qdq(x @ w, meta["output_grad_scale"], meta["output_grad_amax_history"], BASE)
 
     return single(multiply, kernel(1, WIDTH, 4), numbers(2, 3, WIDTH).astype(jnp.bfloat16))
 
@@ -128,10 +128,10 @@ def direct_casts() -> Program:
     """Codes and scales in the hands of the layer."""
 
     def multiply(x: jax.Array, w: jax.Array, meta: Any) -> jax.Array:
-        a, a_inv = owg.in_q(x, meta["input_scale"], meta["input_amax_history"], BASE)
-        b, b_inv = owg.in_q(w, meta["kernel_scale"], meta["kernel_amax_history"], BASE)
+        a, a_inv = owg.flax_casts.in_q(x, meta["input_scale"], meta["input_amax_history"], BASE)
+        b, b_inv = owg.flax_casts.in_q(w, meta["kernel_scale"], meta["kernel_amax_history"], BASE)
         product = lax.dot_general(a, b, MATMUL, preferred_element_type=jnp.float32)
-        return owg.out_dq(product, a_inv, b_inv)
+        return owg.flax_casts.out_dq(product, a_inv, b_inv)
 
     return single(multiply, kernel(1, WIDTH, 4), numbers(2, 3, WIDTH).astype(jnp.bfloat16), ("input", "kernel"))
 
@@ -140,7 +140,7 @@ def gathered() -> Program:
     mesh = jax_layers.mesh(2)
 
     def local(x: jax.Array, w: jax.Array, meta: Any) -> jax.Array:
-        meta = owg.replicated(meta, "a")
+        meta = owg.state.replicated(meta, "a")
         whole = owg.fp8_all_gather(
             w, "a", scale=meta["kernel_scale"], amax_history=meta["kernel_amax_history"], scaling=BASE
         )
@@ -150,7 +150,7 @@ def gathered() -> Program:
     def loss(tree: Any, x: jax.Array) -> jax.Array:
         specs = P("a"), P("a"), P()
         inside = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("a"), check_vma=False)
-        return mean_square(inside(x, tree["w"], owg.unshare(tree["fp8"])))
+        return mean_square(inside(x, tree["w"], owg.state.unshare(tree["fp8"])))
 
     variables = {"w": kernel(1, WIDTH, 4), "fp8": owg.init_meta(BASE)}
     return Program(variables, loss, numbers(2, 4, WIDTH).astype(jnp.bfloat16))
@@ -263,15 +263,15 @@ def record(name: str) -> dict[str, np.ndarray]:
     @jax.jit
     def step(variables: Any, x: jax.Array) -> tuple[jax.Array, Any, Any]:
         loss, gradients = owg.value_and_grad(program.loss)(variables, x)
-        parameters, state = owg.split(gradients)
-        updates = owg.merge(jax.tree.map(lambda g: -0.125 * g, parameters), state)
+        parameters, state = owg.tree.split(gradients)
+        updates = owg.tree.merge(jax.tree.map(lambda g: -0.125 * g, parameters), state)
         return loss, parameters, owg.apply_updates(variables, updates)
 
     for i in range(STEPS):
         loss, gradients, variables = step(variables, jnp.asarray(program.x * np.asarray(4.0**i, program.x.dtype)))
         losses.append(np.asarray(loss))
     found = {"losses": positive_nan(np.stack(losses))}
-    for kind, tree in (("gradient", gradients), ("state", owg.split(variables)[1])):
+    for kind, tree in (("gradient", gradients), ("state", owg.tree.split(variables)[1])):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             # as bytes, because NumPy writes no bfloat16
             found[kind + jax.tree_util.keystr(path)] = positive_nan(leaf).reshape(-1).view(np.uint8)

@@ -32,7 +32,7 @@ HANDED_OVER = {
     "a bare state": lambda meta: (meta, lambda tree: tree),
     "a collection": lambda meta: ({"fc": {"op": meta}}, lambda tree: tree["fc"]["op"]),
     "a list": lambda meta: ([meta, meta], lambda tree: tree[0]),
-    "marked": lambda meta: (owg.Overwrite(meta), lambda tree: tree.value),
+    "marked": lambda meta: (owg.tree.Overwrite(meta), lambda tree: tree.value),
 }
 
 
@@ -41,27 +41,27 @@ def test_state_may_be_an_argument_of_its_own_beside_parameters(form):
     state, of = HANDED_OVER[form](start())
     step = jax.jit(owg.value_and_grad(lambda w, x, tree: (w * scan(of(tree), x), tree), (0, -1), has_aux=True))
     (_, returned), (_, gradient) = step(jnp.float32(1), XS, state)
-    expect(of(owg.next_state(state, gradient)), 5)
+    expect(of(owg.tree.next_state(state, gradient)), 5)
     T(np.testing.assert_array_equal, returned, state)  # what a loss returns beside its value is as it was
     assert {leaf.dtype for leaf in jax.tree.leaves(returned)} == {jnp.dtype("float32")}
-    assert all(jax.tree.leaves(owg.owg_mask(state)))
+    assert all(jax.tree.leaves(owg.tree.owg_mask(state)))
 
 
 def test_an_unused_state_is_kept_and_zero_in_gradients():
     states = [start(), start()]
     gradients = jax.jit(owg.grad(lambda states: use(0.0, states[0])))(states)
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(gradients[1]))
-    used, unused = owg.next_state(states, gradients)
+    used, unused = owg.tree.next_state(states, gradients)
     expect(used, 0)
     expect(unused, NOTHING)
 
 
 PLAIN = {
     "a scan": (scan, 5),
-    "owg.share": (lambda m: each(owg.share(m)), 5),
-    "owg.share_state": (lambda m: each(owg.share_state({"fc": {"w": jnp.ones(2), **m}})["fc"]), 5),
-    "owg.gate": (
-        lambda m: scan(m, jnp.float32([1, 5, np.inf, 2]), lambda c, x, m: total(c, x, owg.gate(m, x < 9))),
+    "owg.state.share": (lambda m: each(owg.state.share(m)), 5),
+    "owg.state.share_state": (lambda m: each(owg.state.share_state({"fc": {"w": jnp.ones(2), **m}})["fc"]), 5),
+    "owg.state.gate": (
+        lambda m: scan(m, jnp.float32([1, 5, np.inf, 2]), lambda c, x, m: total(c, x, owg.state.gate(m, x < 9))),
         5,
     ),
     "a loop that observes nothing": (lambda m: scan(m, XS, lambda c, x, m: (c + x, None)), NOTHING),
@@ -71,19 +71,21 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("how", PLAIN)
-@pytest.mark.filterwarnings("ignore::fp8_jax_owg.UnsharedStateWarning")
+@pytest.mark.filterwarnings("ignore::fp8_jax_owg.state.UnsharedStateWarning")
 def test_plain_gradients_combine_what_is_shared(how):
     loss, wanted = PLAIN[how]
     meta = start(*np.shape(wanted))
-    expect(owg.next_state(meta, jax.jit(jax.grad(loss))(meta)), wanted)
+    expect(owg.tree.next_state(meta, jax.jit(jax.grad(loss))(meta)), wanted)
 
 
 def test_sharing_the_state_of_a_tree_leaves_its_parameters():
-    tree = {"w": jnp.ones(2), "fc": owg.Overwrite(start()), "rest": None}
-    shared = owg.share_state(tree)
+    tree = {"w": jnp.ones(2), "fc": owg.tree.Overwrite(start()), "rest": None}
+    shared = owg.state.share_state(tree)
     np.testing.assert_array_equal(shared["w"], tree["w"])
     assert [leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(shared)].count(False) == 1
-    expect(owg.next_state(tree, jax.grad(lambda t: each(owg.share_state(t)["fc"].value))(tree))["fc"].value, 5)
+    expect(
+        owg.tree.next_state(tree, jax.grad(lambda t: each(owg.state.share_state(t)["fc"].value))(tree))["fc"].value, 5
+    )
 
 
 @jax.custom_vjp
@@ -92,15 +94,15 @@ def recorder(x, seen):
     return x
 
 
-recorder.defvjp(lambda x, seen: (x, jnp.abs(x).max()[None]), lambda amax, g: (g, owg.encode(amax)))
+recorder.defvjp(lambda x, seen: (x, jnp.abs(x).max()[None]), lambda amax, g: (g, owg.state.encode(amax)))
 
 
 @pytest.mark.parametrize(("xs", "wanted"), [(XS, 5), ([0, 0], 0), ([], 7)])
 def test_a_parameter_of_an_own_operation_records_zeros_by_encode(xs, wanted):
-    tree = {"w": jnp.float32(1), "seen": owg.Overwrite(jnp.full(1, 7, jnp.float32))}
+    tree = {"w": jnp.float32(1), "seen": owg.tree.Overwrite(jnp.full(1, 7, jnp.float32))}
 
     def loss(tree):
-        body = lambda c, x: (c + recorder(x * tree["w"], owg.read(tree["seen"].value)), None)  # noqa: E731
+        body = lambda c, x: (c + recorder(x * tree["w"], owg.state.read(tree["seen"].value)), None)  # noqa: E731
         return jax.lax.scan(body, jnp.float32(0), jnp.asarray(xs, jnp.float32))[0]
 
     after = owg.apply_updates(tree, jax.jit(owg.grad(loss))(tree))["seen"].value
@@ -109,12 +111,12 @@ def test_a_parameter_of_an_own_operation_records_zeros_by_encode(xs, wanted):
 
 ADDED = {
     "not shared": lambda m: loop_on_each(XS, m).sum(),
-    "shared in the loop": lambda m: scan(None, XS, lambda c, x, _: total(c, x, owg.unshare(owg.share(m)))),
+    "shared in the loop": lambda m: scan(None, XS, lambda c, x, _: total(c, x, owg.state.unshare(owg.state.share(m)))),
 }
 
 
 @pytest.mark.parametrize("how", ADDED)
-@pytest.mark.filterwarnings("ignore::fp8_jax_owg.UnsharedStateWarning")
+@pytest.mark.filterwarnings("ignore::fp8_jax_owg.state.UnsharedStateWarning")
 def test_plain_gradients_add_up_what_is_not_shared_and_the_second_step_is_nan(how):
     """The hazard that this package is there for: a sum of encoded zeros betrays it."""
     after = jax.jit(jax.grad(ADDED[how]))(T(lambda x: jnp.where(x > 1, 0, x), start()))
@@ -131,7 +133,7 @@ def product(tree, x=1.0, kernel="w"):
 
 def variables(kernel=None):
     state = start(tensors=("input", "kernel", "output_grad"))
-    return {"w": jnp.eye(2) if kernel is None else kernel, "fc": owg.Overwrite(state)}
+    return {"w": jnp.eye(2) if kernel is None else kernel, "fc": owg.tree.Overwrite(state)}
 
 
 SECOND = {
@@ -186,7 +188,7 @@ def test_plain_gradients_warn_once_in_each_call_at_the_line_of_the_call(transfor
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             traced((variables(), variables()))
-        (one,) = [w for w in caught if w.category is owg.UnsharedStateWarning]
+        (one,) = [w for w in caught if w.category is owg.state.UnsharedStateWarning]
         assert (one.filename, one.lineno) == (__file__, call.__code__.co_firstlineno + line)
         assert all(name in str(one.message) for name in ("value_and_grad", "TrainState", "bypass_owg"))
 
@@ -216,12 +218,13 @@ def test_an_error_of_the_loss_comes_through_and_says_what_state_is_not_for():
 
 
 @pytest.mark.parametrize(
-    "function", [owg.share, owg.read, owg.unshare, lambda x: owg.gate(x, True), owg.grad(lambda x: 0.0)]
+    "function",
+    [owg.state.share, owg.state.read, owg.state.unshare, lambda x: owg.state.gate(x, True), owg.grad(lambda x: 0.0)],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
 def test_state_of_other_dtypes_is_refused_with_the_remedy(function, dtype):
     with pytest.raises(Fp8Error, match=rf"must be float32, got {dtype}.*cast_params"):
-        function(owg.Overwrite(jnp.ones(1, dtype)))
+        function(owg.tree.Overwrite(jnp.ones(1, dtype)))
     with pytest.raises(Fp8Error, match=rf"must be float32, got {dtype}.*cast_params"):
         function({"input_scale": jnp.ones(1, dtype), "input_amax_history": jnp.ones(4, dtype)})
 
@@ -234,7 +237,7 @@ def test_a_step_is_traced_once_and_may_donate():
         traces.append(1)
         return owg.apply_updates(tree, owg.grad(lambda t: scan(t["fc"].value, xs))(tree))
 
-    tree = {"fc": owg.Overwrite(start())}
+    tree = {"fc": owg.tree.Overwrite(start())}
     for factor in (1, 2, 3):
         tree = step(tree, factor * XS)
     assert len(traces) == 1
@@ -245,4 +248,4 @@ def test_a_step_is_traced_once_and_may_donate():
 
 def test_names_alone_make_no_state():
     tree = {"layer_scale": jnp.ones(1), "norm": {"scale": jnp.ones(3)}, "input_amax_history": jnp.zeros(2)}
-    assert not any(jax.tree.leaves(owg.owg_mask(tree)))
+    assert not any(jax.tree.leaves(owg.tree.owg_mask(tree)))

@@ -87,7 +87,7 @@ def test_next_values_pass_and_parameters_train_as_alone(make):
 
 def test_multi_steps_roll_once_per_step_of_the_optimizer_what_was_observed():
     optimizer = MultiSteps(optax.sgd(1.0), 2)
-    now = {"w": jnp.float32(3), "s": owg.Overwrite(start()), "unused": owg.Overwrite(start())}
+    now = {"w": jnp.float32(3), "s": owg.tree.Overwrite(start()), "unused": owg.tree.Overwrite(start())}
     state = optimizer.init(now)
 
     @jax.jit
@@ -116,11 +116,13 @@ def test_what_would_roll_at_every_micro_batch_is_refused():
 def test_apply_if_finite_leaves_out_steps_that_are_not_finite_and_no_others(outside):
     finite = lambda inner: optax.apply_if_finite(inner, 5)  # noqa: E731
     optimizer = finite(bypass_owg(optax.sgd(1.0))) if outside else bypass_owg(finite(optax.sgd(1.0)))
-    now = {"w": jnp.float32(0), "s": owg.Overwrite(jnp.float32([7, 7]))}
+    now = {"w": jnp.float32(0), "s": owg.tree.Overwrite(jnp.float32([7, 7]))}
     state = optimizer.init(now)
     for w in (1.0, np.inf, 2.0):
         # the second element was never observed
-        updates, state = optimizer.update({"w": jnp.float32(w), "s": owg.Overwrite(jnp.float32([w, 0]))}, state, now)
+        updates, state = optimizer.update(
+            {"w": jnp.float32(w), "s": owg.tree.Overwrite(jnp.float32([w, 0]))}, state, now
+        )
         now = owg.apply_updates(now, updates)
     assert now["w"] == -3
     assert now["s"].value.tolist() == [2, 7]
@@ -140,7 +142,7 @@ STOCK = {
 @pytest.mark.parametrize("how", STOCK)
 def test_a_stock_optimizer_over_the_state_is_loud(how):
     optimizer = STOCK[how]()
-    tree = {"w": jnp.float32(1), "fc": owg.Overwrite(start())}
+    tree = {"w": jnp.float32(1), "fc": owg.tree.Overwrite(start())}
     state = optimizer.init(tree)
     step = jax.jit(owg.value_and_grad(lambda t: t["w"] * use(5.0, t["fc"].value)))
     for _ in range(2):
@@ -174,7 +176,7 @@ def step(state, x):
         return (state.apply_fn(v, x) ** 2).mean()
 
     value, grads = owg.value_and_grad(loss)(state.params)
-    return state.apply_gradients(grads=grads, valid=jnp.isfinite(value) & owg.all_finite(grads)), value
+    return state.apply_gradients(grads=grads, valid=jnp.isfinite(value) & owg.tree.all_finite(grads)), value
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -193,7 +195,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_step_and_the_next_rec
 
 def test_an_overflow_of_half_precision_is_seen_and_the_step_left_out():
     meta = jax_layers.meta_of(SCALING, input=[2, 3, 1, 1], kernel=[2, 3, 1, 1], output_grad=[2, 3, 1, 1])
-    variables, x = {"w": normal(8, 8, seed=1), "fp8": owg.Overwrite(meta)}, normal(4, 8, dtype="float16")
+    variables, x = {"w": normal(8, 8, seed=1), "fp8": owg.tree.Overwrite(meta)}, normal(4, 8, dtype="float16")
 
     def loss(variables, factor):
         y = dot(x, variables["w"].astype("float16"), variables["fp8"].value, SCALING)
@@ -201,20 +203,20 @@ def test_an_overflow_of_half_precision_is_seen_and_the_step_left_out():
         return (y * jnp.float16(factor)).sum().astype(jnp.float32)
 
     gradient = jax.jit(owg.grad(loss))
-    assert owg.all_finite(gradient(variables, 1.0))
+    assert owg.tree.all_finite(gradient(variables, 1.0))
     overflowed = gradient(variables, 2.0**18)
-    assert not owg.all_finite(overflowed)
+    assert not owg.tree.all_finite(overflowed)
     # what was seen of finite tensors is recorded, of the others nothing: the next step has usable scales
-    after = owg.next_state(variables, overflowed)["fp8"].value
+    after = owg.tree.next_state(variables, overflowed)["fp8"].value
     np.testing.assert_array_equal(after["output_grad_amax_history"], meta["output_grad_amax_history"])
     assert newest(after) == np.abs(np.asarray(x, np.float32)).max()
 
 
 def test_all_finite_looks_at_parameters_alone():
-    state = owg.Overwrite(jnp.float32([-np.inf]))
-    assert owg.all_finite({"w": jnp.ones(3), "fp8": state})
-    assert not owg.all_finite({"w": jnp.float32([1, np.nan]), "fp8": state})
-    assert owg.all_finite({})
+    state = owg.tree.Overwrite(jnp.float32([-np.inf]))
+    assert owg.tree.all_finite({"w": jnp.ones(3), "fp8": state})
+    assert not owg.tree.all_finite({"w": jnp.float32([1, np.nan]), "fp8": state})
+    assert owg.tree.all_finite({})
 
 
 # ---------------------------------------------------------------- other collections
@@ -344,6 +346,6 @@ def test_nnx_skips_and_accumulates_with_the_state_in_the_gradient():
         assert bits(nnx.state(model, BOTH)) == before
         updates, opt_state = optimizer.update(grads, opt_state, variables)
         variables = owg.apply_updates(variables, updates)
-    assert bits(owg.where_step_valid(jnp.isnan(loss), variables, nnx.state(model, BOTH))) == before
+    assert bits(owg.tree.where_step_valid(jnp.isnan(loss), variables, nnx.state(model, BOTH))) == before
     nnx.update(model, variables)
     np.testing.assert_array_equal(history(model.first), np.float32([np.abs(data(3.0)).max(), 0, 0, 0]))

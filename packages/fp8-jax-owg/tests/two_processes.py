@@ -62,7 +62,7 @@ def gathered(owg, common, mesh):
     wanted, gradient = jax.value_and_grad(loss)(w, x, lambda w: w)
     for step in (mapped, automatic):
         run = jax.jit(step, out_shardings=(everywhere, sharding)).lower(kernel, inputs).compile()
-        owg.assert_fp8_collectives(run)
+        owg.testing.assert_fp8_collectives(run)
         value, found = run(kernel, inputs)
         np.testing.assert_allclose(np.asarray(value), wanted, rtol=1e-5)
         for shard in found.addressable_shards:

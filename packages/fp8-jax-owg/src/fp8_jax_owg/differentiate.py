@@ -28,8 +28,7 @@ from fp8_jax_owg.state.cotangents import (
 )
 from fp8_jax_owg.state.in_loss import is_at_rest, make_live, stored_scale, to_gradient
 from fp8_jax_owg.state.moves import arrays_alone, combining
-from fp8_jax_owg.state.pairs import check_float32, find_pairs, merge, owg_flags, split, take
-from fp8_jax_owg.state.share import share
+from fp8_jax_owg.state.pairs import check_float32, find_pairs, owg_flags, take
 
 _log = logging.getLogger(__name__)
 
@@ -92,21 +91,6 @@ def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: boo
     With `has_aux` it returns (gradient, aux).
     """
     return gradient_of(value_and_grad(fun, argnums, has_aux), has_aux)
-
-
-def share_state(tree: Any) -> Any:
-    """Return variables with shared state, as in a `value_and_grad` loss.
-
-    For a loop under plain `jax.grad`: call it before the loop.
-
-    Args:
-        tree: Variables; state float32 or shared already.
-
-    Raises:
-        Fp8Error: An overwritten leaf is not float32.
-    """
-    parameters, state = split(tree)
-    return merge(parameters, share(state))
 
 
 def gradient_of(both: Callable[..., tuple[Any, Any]], has_aux: bool) -> Callable[..., Any]:

@@ -127,7 +127,7 @@ def test_bytes_beside_the_products_stay_within_their_budget(name):
 @pytest.mark.parametrize("name", SCALINGS)
 def test_eight_devices_gather_a_sharded_kernel_in_fp8(name):
     """And nothing else but scales: a kernel that is cast where it lies is a quarter of its float32 on the wire."""
-    found = owg.assert_fp8_collectives(compiled(name, 8, True), allow_elements=OUTPUTS)
+    found = owg.testing.assert_fp8_collectives(compiled(name, 8, True), allow_elements=OUTPUTS)
     assert [(one.dtype, one.elements) for one in found if one.kind == "all-gather" and one.bits == 8] == [
         ("f8e4m3fn", INPUTS * OUTPUTS)
     ]
@@ -135,7 +135,7 @@ def test_eight_devices_gather_a_sharded_kernel_in_fp8(name):
 
 @pytest.mark.parametrize("name", SCALINGS)
 def test_eight_devices_with_a_replicated_kernel_gather_nothing(name):
-    found = owg.find_collectives(compiled(name, 8))
+    found = owg.testing.find_collectives(compiled(name, 8))
     assert {one.kind for one in found} == {"all-reduce"}
     # The gradient of the kernel before it is scaled and rounded, because XLA adds the parts of a product where the
     # product ends; the loss; amax, as whole numbers whose maximum is exact.
@@ -146,7 +146,7 @@ def test_eight_devices_with_a_replicated_kernel_gather_nothing(name):
 
 @pytest.mark.parametrize("name", IN_BFLOAT16)
 def test_a_gradient_is_reduced_in_bfloat16_where_that_is_asked_for(name):
-    found = owg.find_collectives(compiled(name, 8))
+    found = owg.testing.find_collectives(compiled(name, 8))
     assert [(one.kind, one.dtype) for one in found if one.elements == INPUTS * OUTPUTS] == [("all-reduce", "bf16")]
     assert max(one.elements for one in found if one.dtype == "f32") <= INPUTS + OUTPUTS  # amax and the loss
 

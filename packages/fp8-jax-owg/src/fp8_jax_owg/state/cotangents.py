@@ -7,8 +7,8 @@ Inside of a loss state has an extended dtype of JAX, whose rule autodiff calls t
   leaf keeps the shape [..., 1] of the scale that it replaces. JAX moves such arrays, and raises where a loss computes
   with them. The elements are int32 because a cast to float32 would be legal for a dtype that is float32.
 
-Neither leaves a traced function: `fp8_jax_owg.share` makes them, `unshare` returns float32. JAX documents neither how
-to define such a dtype nor how eager gradients of one are added, so this file uses private names of JAX. No other file
+Neither leaves a traced function: `fp8_jax_owg.state.share` makes them, `unshare` returns float32. JAX documents neither
+how to define such a dtype nor how eager gradients of one are added, so this file uses private names of JAX. No other file
 of this package does.
 
 Outside of the dtype autodiff makes zeros wherever a parameter was not used: for a branch that was not taken, for a
@@ -55,10 +55,11 @@ except ImportError as error:
 
 COMPUTES_WITH_STATE = (
     "The loss computes with FP8 state, which has no gradient: its gradient is what layers observe. Apply noise, "
-    "clipping, casts, norms and penalties to parameters alone: to fp8_jax_owg.split(variables)[0], to leaves whose "
-    "dtype is floating (jnp.issubdtype(x.dtype, jnp.floating)), or with fp8_jax_owg.cast_params. Select the state of "
-    'a layer by state[i] or jnp.take(..., mode="clip"), and log it with fp8_jax_owg.read. Pass it into a '
-    "shard_map(check_vma=False) or a pmap as fp8_jax_owg.unshare(state), and call fp8_jax_owg.replicated there."
+    "clipping, casts, norms and penalties to parameters alone: to fp8_jax_owg.tree.split(variables)[0], to leaves "
+    "whose dtype is floating (jnp.issubdtype(x.dtype, jnp.floating)), or with fp8_jax_owg.tree.cast_params. Select the "
+    'state of a layer by state[i] or jnp.take(..., mode="clip"), and log it with fp8_jax_owg.state.read. Pass it '
+    "into a shard_map(check_vma=False) or a pmap as fp8_jax_owg.state.unshare(state), and call "
+    "fp8_jax_owg.state.replicated there."
 )
 FLOAT32 = np.dtype("float32")
 NOT_OBSERVED = np.float32(-np.inf)
@@ -247,8 +248,8 @@ fm32 = fp32_max_grad
 """The short name that flax and praxis use."""
 # JAX sums the results of devices while it compiles, after the last call of this package.
 _NAME = (
-    "fp8_state (into a shard_map with check_vma=False or a pmap pass fp8_jax_owg.unshare(state), and call "
-    "fp8_jax_owg.replicated there)"
+    "fp8_state (into a shard_map with check_vma=False or a pmap pass fp8_jax_owg.state.unshare(state), and call "
+    "fp8_jax_owg.state.replicated there)"
 )
 fp8_state = MaxGradDType(_NAME, jnp.dtype("int32"), (7,), 28)
 """Live leaves, see `fp8_jax_owg.state.in_loss`."""

@@ -365,7 +365,7 @@ def as_live(pair: Pair, name: str) -> jax.Array:
         raise Fp8Error(
             f"{name} scale must have shape (1,) and its amax history (length,) with length >= 1, got "
             f"{scale.shape} and {history.shape}. Use vmap for stacked layers; inside of a loss, give a layer the state "
-            "itself and not the result of fp8_jax_owg.read."
+            "itself and not the result of fp8_jax_owg.state.read."
         )
     if live:
         return scale if shared else check_float32(scale)

@@ -219,8 +219,8 @@ def mask_from_hparams(hparams: Any, collection: str = COLLECTION) -> Any:
     In praxis every parameter has a `WeightHParams` with `collections`, a list of names. With the mask, `mark` makes
     parameters that every function of this package understands, and `unmark` gives the model its own back:
 
-        marked = owg.mark(params, owg.mask_from_hparams(hparams))
-        grads = owg.grad(lambda tree: loss(owg.unmark(tree)))(marked)
+        marked = owg.tree.mark(params, owg.tree.mask_from_hparams(hparams))
+        grads = owg.grad(lambda tree: loss(owg.tree.unmark(tree)))(marked)
 
     Args:
         hparams: Tree with, at each parameter, an object that has the attribute `collections`.
@@ -240,7 +240,7 @@ def check_float32(x: Any) -> Any:
     if dtype != jnp.float32:
         raise Fp8Error(
             f"Overwrite-with-gradient values must be float32, got {dtype or type(x).__name__}. Scales and amax "
-            "histories lose their meaning in another dtype: cast parameters with fp8_jax_owg.cast_params, which "
+            "histories lose their meaning in another dtype: cast parameters with fp8_jax_owg.tree.cast_params, which "
             "leaves them alone, or repair a checkpoint with fp8_jax_owg.checkpoint.upgrade."
         )
     return x

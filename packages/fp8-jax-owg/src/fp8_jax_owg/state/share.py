@@ -17,7 +17,7 @@ from fp8_common.jax.numerics import varying_axes
 from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.cotangents import fp8_state, is_shared, is_state, like, share_leaf, unshare_leaf
 from fp8_jax_owg.state.in_loss import is_at_rest, is_live, live_at_rest, stored_scale
-from fp8_jax_owg.state.pairs import Pair, check_float32, find_pairs, take
+from fp8_jax_owg.state.pairs import Pair, check_float32, find_pairs, merge, split, take
 
 Tree = TypeVar("Tree")
 
@@ -44,13 +44,28 @@ def share(tree: Any) -> Any:
     return structure.unflatten([x if i in constants else share_leaf(x) for i, x in enumerate(leaves)])
 
 
+def share_state(tree: Any) -> Any:
+    """Return variables with shared state, as in a `value_and_grad` loss.
+
+    For a loop under plain `jax.grad`: call it before the loop.
+
+    Args:
+        tree: Variables; state float32 or shared already.
+
+    Raises:
+        Fp8Error: An overwritten leaf is not float32.
+    """
+    parameters, state = split(tree)
+    return merge(parameters, share(state))
+
+
 def unshare(tree: Any) -> Any:
     """Return shared state as float32, for a `shard_map` or `pmap`.
 
     For `shard_map` with `check_vma=False`.
 
-    Call `fp8_jax_owg.replicated` on it at the top of the mapped function. Without that call each leaf supports a single
-    use. Live leaves get a last dimension of 7 instead of 1; computing with them makes the next state NaN, or has no
+    Call `fp8_jax_owg.state.replicated` on it at the top of the mapped function. Without that call each leaf supports a
+    single use. Live leaves get a last dimension of 7 instead of 1; computing with them makes the next state NaN, or has no
     effect.
 
     Args:
@@ -99,8 +114,8 @@ def replicated(tree: Any, axes: str | tuple[str, ...], *, sharded: str | tuple[s
     """Share values inside a `shard_map`: observations along `axes` combine by MAX.
 
     Call it at the top of the mapped function. With `check_vma=False` and a gradient that is taken outside of the
-    `shard_map`, JAX sums the results of devices, and cannot do so for shared values: pass `fp8_jax_owg.unshare(state)`
-    into the `shard_map`. With `check_vma=True` shared values may enter, and layers combine the observations of devices
+    `shard_map`, JAX sums the results of devices, and cannot do so for shared values: pass
+    `fp8_jax_owg.state.unshare(state)` into the `shard_map`. With `check_vma=True` shared values may enter, and layers combine the observations of devices
     automatically.
 
     Args:
