@@ -8,8 +8,8 @@ Inside of a loss state has an extended dtype of JAX, whose rule autodiff calls t
   with them. The elements are int32 because a cast to float32 would be legal for a dtype that is float32.
 
 Neither leaves a traced function: `fp8_jax_owg.state.share` makes them, `unshare` returns float32. JAX documents neither
-how to define such a dtype nor how eager gradients of one are added, so this file uses private names of JAX. No other file
-of this package does.
+how to define such a dtype nor how eager gradients of one are added, so this file uses private names of JAX. No other
+file of this package does.
 
 Outside of the dtype autodiff makes zeros wherever a parameter was not used: for a branch that was not taken, for a
 layer that was skipped. An observed amax of zero must differ from that, and must survive `+ 0`. So of float32

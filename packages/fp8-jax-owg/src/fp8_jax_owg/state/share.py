@@ -65,8 +65,8 @@ def unshare(tree: Any) -> Any:
     For `shard_map` with `check_vma=False`.
 
     Call `fp8_jax_owg.state.replicated` on it at the top of the mapped function. Without that call each leaf supports a
-    single use. Live leaves get a last dimension of 7 instead of 1; computing with them makes the next state NaN, or has no
-    effect.
+    single use. Live leaves get a last dimension of 7 instead of 1; computing with them makes the next state NaN, or has
+    no effect.
 
     Args:
         tree: Leaves shared or float32, which stay.
@@ -115,8 +115,8 @@ def replicated(tree: Any, axes: str | tuple[str, ...], *, sharded: str | tuple[s
 
     Call it at the top of the mapped function. With `check_vma=False` and a gradient that is taken outside of the
     `shard_map`, JAX sums the results of devices, and cannot do so for shared values: pass
-    `fp8_jax_owg.state.unshare(state)` into the `shard_map`. With `check_vma=True` shared values may enter, and layers combine the observations of devices
-    automatically.
+    `fp8_jax_owg.state.unshare(state)` into the `shard_map`. With `check_vma=True` shared values may enter, and layers
+    combine the observations of devices automatically.
 
     Args:
         tree: Leaves float32 or shared.
