@@ -1,4 +1,4 @@
-"""The NumPy functions that define all numbers; `fp8_common.torch` and `fp8_common.jax` have the same."""
+"""NumPy functions that define all numbers, as in `fp8_common.torch` and `fp8_common.jax`."""
 
 from fp8_common._reference.activations import silu_mul, silu_mul_backward
 from fp8_common._reference.quantize import (

@@ -1,12 +1,17 @@
 """FP8 primary weights that keep their initial high-precision values for the masters.
 
-    with fp8_model_init(preserve_high_precision_init_val=True):
-        model = Model()
-    fully_shard(model)
-    optimizer = MasterOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3)
-    seed_masters(optimizer, model)
+    >>> import torch
+    >>> from fp8_te_init import MasterOptimizer, fp8_model_init, seed_masters
+    >>> with fp8_model_init(preserve_high_precision_init_val=True):
+    ...     model = torch.nn.Linear(64, 64)
+    >>> optimizer = MasterOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3)  # after fully_shard(model)
+    >>> seed_masters(optimizer, model).sources
+    {'weight': 'init'}
+    >>> model(torch.ones(8, 64)).sum().backward()
+    >>> optimizer.step()
 
-The weights of linear layers hold FP8 codes and nothing else.
+The weights of linear layers hold only FP8 codes; the optimizer trains float32 masters of them. `published` loads and
+saves FP8 checkpoints, on a model built without this package.
 """
 
 from fp8_common.plugin import check_version

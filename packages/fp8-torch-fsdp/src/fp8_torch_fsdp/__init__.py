@@ -1,9 +1,16 @@
 """FP8 linear layers for PyTorch whose weights FSDP2 all-gathers in FP8.
 
-    model = convert_to_float8_training(model)
-    fully_shard(model)
+    >>> import torch
+    >>> from torch import nn
+    >>> from fp8_torch_fsdp import convert_to_float8_training, float8_report
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    >>> model = convert_to_float8_training(model)  # then fully_shard(model), under torchrun
+    >>> model(torch.ones(8, 64)).sum().backward()
+    >>> print(float8_report(model).headline)
+    98.5% of the weights converted, ...
 
-Nothing else changes in a training loop: scales are computed before each forward, in one all-reduce for all weights.
+The training loop does not change: scales are computed before each forward, in one all-reduce for all weights.
+`compress_communication` gathers and reduces layers of any kind in FP8, `DelayedState` saves delayed-scaling state.
 """
 
 from fp8_common import GradientCompression, Recipe

@@ -87,6 +87,7 @@ def dispatch_tokens(
     Collective: all ranks of the group call this in the same order, also those without tokens.
 
     Example:
+        >>> from torch import nn
         >>> class Mixture(nn.Module):
         ...     def __init__(self, router, experts, group):
         ...         super().__init__()
