@@ -57,5 +57,5 @@ def test_jax_refuses_what_it_calls_unavailable():
     said = rows("fp8_jax_owg", CPU)
     for name, recipe in RECIPES.items():
         if said[recipe.input.granularity].status == "unavailable":
-            with pytest.raises(Fp8Error, match="Layers of fp8_jax_owg cannot honour recipe"):
+            with pytest.raises(Fp8Error, match="Layers of fp8_jax_owg do not support recipe"):
                 owg.fp8_dot_general(x, x, dims, scaling=name)

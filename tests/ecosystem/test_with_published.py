@@ -122,7 +122,7 @@ def test_adapters_on_stacks_of_experts_are_refused_by_name(tmp_path):
 
 def test_peft_does_not_merge_into_codes(tmp_path):
     model = with_adapters(write(tmp_path), ("q_proj",), published=True)
-    with pytest.raises(Exception, match="published FP8 weight, whose codes are those of its file"):
+    with pytest.raises(Exception, match="published FP8 weight, whose codes belong to its file"):
         model.merge_and_unload()
 
 

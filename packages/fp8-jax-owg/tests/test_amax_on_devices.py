@@ -172,5 +172,5 @@ def test_shared_state_that_enters_without_replicated_is_an_error_that_names_it(h
 
     tree = {"meta": owg.tree.Overwrite(owg.init_meta(SCALING))}
     for gradient in (owg.grad(loss), jax.jit(owg.grad(loss))):
-        with pytest.raises((Fp8Error, TypeError), match=r"fp8_jax_owg\.unshare.*fp8_jax_owg\.replicated"):
+        with pytest.raises((Fp8Error, TypeError), match=r"fp8_jax_owg\.state\.unshare.*fp8_jax_owg\.state\.replicated"):
             gradient(tree)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(("part", "needed"), [("linen", "flax"), ("nnx", "flax"), ("optax", "optax")])
+@pytest.mark.parametrize(("part", "needed"), [("linen", "flax"), ("nnx", "flax"), ("optimizers", "optax")])
 def test_a_part_says_which_extra_it_needs(monkeypatch, part, needed):
     for name in [name for name in sys.modules if name.startswith(f"fp8_jax_owg.{part}")]:
         monkeypatch.delitem(sys.modules, name)

@@ -318,5 +318,5 @@ CHANGING = {
 @pytest.mark.parametrize("name", CHANGING)
 def test_stages_that_change_in_nnx(name):
     pipe = owg_nnx.LayerwiseShardablePipelined(CHANGING[name], 2, 3, rngs=nnx.Rngs(0))
-    with pytest.raises(Fp8UnsupportedError, match=rf"does not keep what its stages change or sow, .*{name}"):
+    with pytest.raises(Fp8UnsupportedError, match=rf"does not keep variables that its stages change or sow, .*{name}"):
         pipe(jnp.ones((3, 2, 4)))

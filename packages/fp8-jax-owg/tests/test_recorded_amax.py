@@ -297,7 +297,7 @@ ALTERED = {
     "two uses of one product with one": (twice_from_one(lambda x: x * 1), COMPUTES),
     "two calls with what was unshared once": (twice_from_one(owg.state.unshare), NAN),
     "a scan with what was unshared once": (lambda m: loop_on_each(XS, owg.state.unshare(m)).sum(), NAN),
-    "a call with what was read": (changed(owg.state.read, [5.0]), "not what fp8_jax_owg.state.read returns"),
+    "a call with what was read": (changed(owg.state.read, [5.0]), "not the result of fp8_jax_owg.state.read"),
     "a while loop over moved state": (in_a_while_loop, r"enters while.*lax.fori_loop"),
 }
 ROWS = LOOPS | REMAT | LAYERS | BRANCHES | ALTERED

@@ -277,7 +277,7 @@ def test_collections_that_a_state_does_not_keep_are_refused():
 def test_an_optimizer_of_variables_asks_which_collections_it_trains():
     tree = {"params": {"w": jnp.ones(2)}, "lora": {"a": jnp.ones(2)}, COLLECTION: {"s": start()}}
     for make in (bypass_owg, partial(MultiSteps, every_k_schedule=1)):
-        with pytest.raises(Fp8Error, match=r"got 'lora' beside 'params'.*trained=\('params',\)"):
+        with pytest.raises(Fp8Error, match=r"got 'lora' in addition to 'params'.*trained=\('params',\)"):
             make(optax.sgd(1.0)).init(tree)
         for trained, moved in ((("params",), ["w"]), (("params", "lora"), ["a", "w"])):
             optimizer = make(optax.sgd(1.0), trained=trained)

@@ -44,6 +44,15 @@ class Record:
             raise Fp8Error(f"{cls.__name__} needs {', '.join(map(repr, missing))}, got {', '.join(data) or 'nothing'}.")
         return cls(**{key: _load(fields[key].type, value, f"{cls.__name__}.{key}") for key, value in data.items()})
 
+    def __repr__(self) -> str:
+        """Return the call that makes the record, without fields that have their default."""
+        changed = [
+            f"{field.name}={value!r}"
+            for field in dataclasses.fields(self)  # pyrefly: ignore[bad-argument-type]
+            if (value := getattr(self, field.name)) != field.default
+        ]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
     def check_choices(self) -> None:
         """Raise for values that a `Literal` annotation does not list.
 
@@ -100,7 +109,7 @@ HISTORY_ALGOS: tuple[HistoryAlgo, ...] = ("max", "most_recent")
 
 # Weak references allow a compiler to see a policy's deletion: otherwise it confuses it with the next one at its
 # address.
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True, repr=False)
 class ScalePolicy(Record):
     """Rule that derives a scale from an amax.
 

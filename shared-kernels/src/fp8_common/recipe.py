@@ -35,7 +35,7 @@ _FAMILY = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class CastRecipe(Record):
     """Cast of one operand to FP8.
 
@@ -108,7 +108,7 @@ class CastRecipe(Record):
         return self.scaling != "disabled"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Recipe(Record):
     """Casts of the three matmuls of a linear layer.
 

@@ -104,7 +104,7 @@ def test_empty_strided_and_listed_inputs():
     ("settings", "message"),
     [
         ({"max_ulp": -1}, "max_ulp must be 0 or more, got -1"),
-        ({"source": np.zeros(3)}, r"source must have the shape of what was made from it, \(2,\), got \(3,\)"),
+        ({"source": np.zeros(3)}, r"source must have the shape \(2,\) of the compared arrays, got \(3,\)"),
         ({"fmt": "fp4"}, "Unknown FP8 format"),
     ],
 )

@@ -137,3 +137,13 @@ REFUSED = [
 def test_what_means_nothing_is_refused(make, message):
     with pytest.raises(Fp8Error, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "record", [CANONICAL, POWER_OF_2, mx(), CastRecipe(), *RECIPES.values()], ids=lambda r: getattr(r, "name", "cast")
+)
+def test_a_repr_is_short_and_makes_the_record(record):
+    names = {type(each).__name__: type(each) for each in (CANONICAL, CastRecipe(), RECIPES["rowwise"])}
+    assert eval(repr(record), names) == record
+    assert repr(ScalePolicy()) == "ScalePolicy()"
+    assert len(repr(CastRecipe(policy=POWER_OF_2))) < 80

@@ -93,9 +93,9 @@ def test_a_rule_that_matched_nothing_is_a_warning_that_quotes_it():
         (["a", "!a"], "Module rules 'a' and '!a' contradict each other"),
         (["a = mxfp8", "b", "a = rowwise"], "Module rules 'a = mxfp8' and 'a = rowwise' contradict"),
         # a rule that is contradicted on every module
-        (["!lm_head", "*"], r"'!lm_head' decides nothing: it matches 1 module\(s\), and later rules \('\*'\)"),
-        (["*.mlp.* = rowwise", "model.* = mxfp8"], r"'\*\.mlp\.\* = rowwise' decides nothing: it matches 2"),
-        (["model.*", "!*.attn.*", "!*.mlp.*", "!*.embed"], "'model.*' decides nothing: it matches 5"),
+        (["!lm_head", "*"], r"'!lm_head' has no effect: it matches 1 module\(s\), and later rules \('\*'\)"),
+        (["*.mlp.* = rowwise", "model.* = mxfp8"], r"'\*\.mlp\.\* = rowwise' has no effect: it matches 2"),
+        (["model.*", "!*.attn.*", "!*.mlp.*", "!*.embed"], "'model.*' has no effect: it matches 5"),
     ],
 )
 def test_rules_that_cannot_be_meant_are_refused(rules, message):

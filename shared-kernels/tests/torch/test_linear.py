@@ -188,7 +188,7 @@ OFF = CastRecipe(scaling="disabled")
     ("recipe", "message"),
     [
         ("fp4", "Unknown recipe 'fp4'. Use one of tensorwise, "),
-        (Recipe(name="r", weight_for_grad_input=CastRecipe()), "Recipe 'r': weight_for_grad_input cannot be honoured"),
+        (Recipe(name="r", weight_for_grad_input=CastRecipe()), "Recipe 'r': weight_for_grad_input is not supported"),
         (Recipe(name="r", input=OFF, weight=OFF, grad_output=OFF), "Recipe 'r': input cannot be cast with disabled"),
         (3, "A recipe is a name"),
     ],

@@ -29,7 +29,7 @@ FORMATS: dict[Fp8Format, tuple[Format, Format]] = {
 """The forward format and the output gradients' format."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Scaling(Record):
     """Common fields of `DelayedScaling` and `CurrentScaling`.
 
@@ -70,7 +70,7 @@ class Scaling(Record):
         return np.dtype(jnp.bfloat16 if half else np.float32)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class DelayedScaling(Scaling):
     """Scales from the amax of earlier steps.
 
@@ -103,7 +103,7 @@ class DelayedScaling(Scaling):
         return dataclasses.replace(CANONICAL, margin=self.margin, history=length, algo=algo)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class CurrentScaling(Scaling):
     """Scales that come from the tensor itself; needs no state.
 

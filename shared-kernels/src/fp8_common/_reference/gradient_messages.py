@@ -15,7 +15,7 @@ BLOCK = (1, 128)
 """The elements with one scale."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class GradientCompression(Record):
     """Settings of compressed gradients.
 
