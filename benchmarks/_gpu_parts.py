@@ -34,11 +34,11 @@ SHAPES = {
 }
 """Tokens, in_features and out_features: of Llama-3-8B, and of the table that TransformerEngine publishes."""
 TESTS = {
-    "layers": "packages/fp8-torch-fsdp/tests/test_layers_on_gpu.py",
-    "experts": "packages/fp8-torch-fsdp/tests/test_experts_on_gpu.py",
+    "layers": "packages/fp8-torch-fsdp/tests/gpu/test_layers_on_gpu.py",
+    "experts": "packages/fp8-torch-fsdp/tests/gpu/test_experts_on_gpu.py",
     "kernels": "shared-kernels/tests/gpu",
-    "te-init": "packages/fp8-te-init/tests/test_native_on_gpu.py",
-    "JAX": "packages/fp8-jax-owg/tests/test_dots_on_gpu.py",
+    "te-init": "packages/fp8-te-init/tests/gpu/test_native_on_gpu.py",
+    "JAX": "packages/fp8-jax-owg/tests/gpu/test_dots_on_gpu.py",
     "TransformerEngine": "packages/fp8-te-init/tests/test_te_real.py",
 }
 NEEDS = {"JAX": "jax", "TransformerEngine": "transformer_engine"}

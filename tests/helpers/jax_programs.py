@@ -267,7 +267,7 @@ class Maker:
             factors = self.random.choice([0.5, 1.0, 2.0], self.choose(1, 2, 3)).tolist()
             inner = (*lead, len(factors)) if stacked else lead
             return Loop([self.sequence(depth + 1, inner, rows)], factors, stacked)
-        # where a program moves state, two uses in a function with a gradient of its own are NaN: see test_recorded_amax
+        # where a program moves state, two uses in a function with a gradient of its own are NaN: see test_in_loss
         body = Sequence([self.layer(lead)]) if kind == "custom_vjp" else self.sequence(depth + 1, lead, rows)
         return Wrapped([body], kind, int(self.random.integers(len(POLICIES))))
 

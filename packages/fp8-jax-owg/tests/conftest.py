@@ -29,7 +29,7 @@ def devices():
     return found
 
 
-TRACED_AS_FOR_GPU = ("test_products_on_devices", "test_saved_operands")
+TRACED_AS_FOR_GPU = ("test_dots_on_devices", "test_operands")
 """Files whose tests run a second time, traced as on a GPU; under `--full` all are. Lowered for CPUs, kernels are their
 jnp code: the numbers must stay."""
 CAPABILITY = 90

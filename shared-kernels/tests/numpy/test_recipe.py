@@ -129,7 +129,7 @@ REFUSED = [
     (read_policy(margin="1"), "ScalePolicy.margin must be of type int"),
     (read_policy(margin=True), "ScalePolicy.margin must be of type int"),
     (lambda: get_recipe("rows"), r"Unknown recipe 'rows'\. Use one of tensorwise, tensorwise_delayed, rowwise"),
-    (lambda: MINE.operands("forward"), "product must be one of output, grad_input, grad_weight, got 'forward'"),
+    (lambda: MINE.operands("forward"), "matmul must be one of output, grad_input, grad_weight, got 'forward'"),
 ]
 
 

@@ -6,7 +6,7 @@ collectives were decided later: codes alone in gathers, and one all-reduce in a 
 each delayed one, and for whether windows roll. Compiled blocks and the traceable mode equal eager FSDP2 bit for bit by
 tests of their own. To write it anew, where a change of numbers is meant:
 
-    FP8_WRITE_RECORD=1 pytest packages/fp8-torch-fsdp/tests/test_recorded.py --full
+    FP8_WRITE_RECORD=1 pytest packages/fp8-torch-fsdp/tests/behaviour/test_recorded.py --full
 
 Float32 matmuls of other processors and other releases of torch sum in another order. So the record holds a hash of the
 same steps in float32, without FP8; where that differs, the bits of FP8 steps cannot be compared and the test says so.

@@ -1,4 +1,4 @@
-"""Which amax a loss on several devices records: rows as in test_recorded_amax, whose uses are on devices of a mesh."""
+"""Which amax a loss on several devices records: rows as in test_in_loss, whose uses are on devices of a mesh."""
 
 import functools
 
