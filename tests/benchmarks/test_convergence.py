@@ -83,7 +83,7 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(train, tmp_path, capsys, monke
     assert not list((tmp_path / "killed/state").glob("*.pt")), "checkpoints of a finished run are of no more use"
 
 
-def test_processes_beside_each_other_make_different_runs(train, tmp_path):
+def test_processes_with_each_other_make_different_runs(train, tmp_path):
     (tmp_path / "state").mkdir()
     taken, free = (Spec(**TINY | {"seed": seed}, recipe="bf16", steps=1) for seed in (0, 1))
     with (tmp_path / f"state/{taken.name}.lock").open("w") as lock:
@@ -142,7 +142,7 @@ def test_what_a_graph_replays_of_delayed_scaling_gives_the_losses_of_its_hooks()
 
 
 @pytest.mark.parametrize(("bits", "wanted"), [(13, 1.0), (14, 1 + 2.0**-14)])
-def test_modelled_sums_are_cut_off_towards_zero_after_each_32_products(bits, wanted):
+def test_modelled_sums_are_cut_off_towards_zero_after_each_32_matmuls(bits, wanted):
     x = torch.tensor([1 / 32] * 32 + [2.0**-19] * 32 + [0.0] * 5)[None]
     ones = torch.ones(2, 69)
     for sign in (1, -1):
@@ -223,7 +223,7 @@ def test_a_model_of_the_user_is_measured_from_a_pilot(tmp_path, monkeypatch, cap
     assert convergence.main() == 0
 
 
-def test_checkpoints_in_the_repository_are_refused(train, capsys):
+def test_checkpoints_in_the_repository_raise(train, capsys):
     with pytest.raises(SystemExit, match="2"):
         train(ROOT / "somewhere")
     assert "outside of the repository" in capsys.readouterr().err

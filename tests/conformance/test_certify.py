@@ -75,7 +75,7 @@ def test_a_constant_of_the_rank_is_named(monkeypatch):
         assert results(asked(HONEST, "mesh-invariant", pool=pool)) == ["yes"]
 
 
-def test_a_model_that_cannot_travel_is_not_asked_and_explanations_are_sentences():
+def test_a_model_that_cannot_are_sent_is_not_asked_and_explanations_are_sentences():
     found = asked(lambda x: torch.round(x), "idempotent", "mesh-invariant")
     assert results(found) == ["yes", "untested"]
     assert "build=" in found["mesh-invariant"].reason
@@ -117,7 +117,7 @@ def test_a_jax_function_that_peeks_is_named():
     assert (results(found), found["causal"].layer) == (["no", "yes", "untested", "yes"], "middle")
 
 
-def test_bad_questions_are_refused():
+def test_bad_questions_raise():
     with pytest.raises(Fp8Error, match=r"Properties are causal, .*, got 'casual'"):
         asked(torch.round, "casual")
     with pytest.raises(Fp8Error, match=r"inputs must be \[examples, tokens, ...\], at least 2 of each, got \(4, 1\)"):

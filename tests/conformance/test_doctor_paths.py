@@ -27,7 +27,7 @@ def rows(plugin, device):
 
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_recipe_has_a_row_and_rows_of_products_are_those_of_the_device(plugin, device):
+def test_every_recipe_has_a_row_and_rows_of_matmuls_are_those_of_the_device(plugin, device):
     said = rows(plugin, DEVICES[device])
     assert {recipe.input.granularity for recipe in RECIPES.values()} <= said.keys()
     for name in ("tensorwise", "rowwise"):
@@ -50,7 +50,7 @@ def test_the_plugin_says_what_multiplies_groups_of_rows_and_why(monkeypatch):
     assert "own kernels multiply 1 shapes" in rows("fp8_torch_fsdp", DEVICES["sm_90"])["groups of rows"].why
 
 
-def test_jax_refuses_what_it_calls_unavailable():
+def test_jax_rejects_what_it_calls_unavailable():
     owg = pytest.importorskip("fp8_jax_owg")
     jnp = pytest.importorskip("jax.numpy")
     x, dims = jnp.ones((128, 128)), (((1,), (0,)), ((), ()))

@@ -47,7 +47,7 @@ class Holder(Dense):
         return super().call(x, {name: variable.value for name, variable in self.state.items()})
 
 
-def test_state_beside_the_variables_combines():
+def test_state_with_the_variables_combines():
     layer = Dense()
     layer.build()
 
@@ -59,7 +59,7 @@ def test_state_beside_the_variables_combines():
     np.testing.assert_array_equal(after["fp8"]["input_amax_history"], [10, 0, 0])
 
 
-def test_state_among_the_variables_is_refused():
+def test_state_among_the_variables_raises():
     layer = Holder()
     layer.build()
     names = [variable.name for variable in layer.trainable_variables]

@@ -112,7 +112,7 @@ def test_layers_that_repeat_have_a_state_each():
     assert after["einsum"]["input_amax_history"][:, 0].tolist() == [5, 10, 20]
 
 
-def test_the_einsum_of_praxis_is_refused_in_one_sentence():
+def test_the_einsum_of_praxis_raises_in_one_sentence():
     model, variables = made(einsum=STOCK)
     with pytest.raises(Fp8Error, match="flax's own FP8 operations"):
         jax.make_jaxpr(owg.grad(loss_of(model)))(variables)
@@ -152,7 +152,7 @@ def test_moving_all_variables_of_a_pipeline(name):
 
 
 @pytest.mark.parametrize("name", ["p * 1.0", "clip(p, -1e3, 1e3)", "astype f32", "where(True, p, 0)"])
-def test_computing_with_all_variables_of_a_pipeline_is_refused(name):
+def test_computing_with_all_variables_of_a_pipeline_raises(name):
     model, variables = made()
     with pytest.raises(Fp8Error, match="parameters alone"):
         jax.make_jaxpr(on_all(model, REFUSED[name]))(variables)

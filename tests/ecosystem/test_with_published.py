@@ -77,7 +77,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("world", [0, 2])
-def test_peft_trains_beside_codes_as_beside_a_dequantized_model(run_ranks, tmp_path, world, options):
+def test_peft_trains_with_codes_as_with_a_dequantized_model(run_ranks, tmp_path, world, options):
     folder = write(tmp_path)
     if world:
         run_ranks(world, compare, str(folder), ALL, options, True)
@@ -97,7 +97,7 @@ def compare(rank, world, folder, targets, options, sharded):
 
 
 @pytest.mark.parametrize("world", [0, 2])
-def test_peft_trains_beside_experts(run_ranks, tmp_path, world):
+def test_peft_trains_with_experts(run_ranks, tmp_path, world):
     folder = write(tmp_path, MOE, "qwen")
     options = {"recompute": True}
     run_ranks(2, compare_moe, str(folder), options) if world else compare_moe(0, 0, folder, options)
@@ -113,7 +113,7 @@ def compare_moe(rank, world, folder, options):
     assert len(results[0][1]) == 16
 
 
-def test_adapters_on_stacks_of_experts_are_refused_by_name(tmp_path):
+def test_adapters_on_stacks_of_experts_raise_by_name(tmp_path):
     folder = write(tmp_path, MOE, "qwen")
     model = with_adapters(folder, ALL, published=True)
     with pytest.raises(Fp8UnsupportedError, match=r"layers.0.mlp.experts.gate_up_proj was replaced: adapters"):

@@ -170,7 +170,7 @@ LAYERS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for
 
 
 @pytest.mark.parametrize("first", ["the launch", "the Accelerator", "the conversion"])
-def test_fp8_of_accelerate_is_refused_or_reported(first, monkeypatch):
+def test_fp8_of_accelerate_raises_or_reported(first, monkeypatch):
     """With torchao `prepare` replaces all linear layers but the first and the last, and says nothing."""
     float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed: `nox -s ecosystem` installs it")
     own = [accelerate.utils.AORecipeKwargs(config=float8.Float8LinearConfig(emulate=True))]

@@ -69,7 +69,7 @@ def mean_square(y):
     way=[("shard_map", False), ("auto", True), ("checked", False), ("shard_map", True), ("auto", False)],
     dtype=["float32", "bfloat16"],
 )
-def test_kernels_travel_as_bytes_and_give_the_bits_of_gathering_first(mesh, way, dim, dtype, delayed):
+def test_kernels_are_sent_as_bytes_and_give_the_bits_of_gathering_first(mesh, way, dim, dtype, delayed):
     (how, remat), kernel = way, P(*[None] * dim, "fsdp")
     w, x, meta = data(dtype)
     gather = gather_fn(mesh, how, delayed, dim)
@@ -151,7 +151,7 @@ def test_a_wider_gather_and_a_narrow_reduction_are_found():
             owg.testing.assert_fp8_collectives(text)
 
 
-def test_bad_arguments_are_refused(mesh):
+def test_bad_arguments_raise(mesh):
     w, x, meta = data("float32")
     sharding, rows = NamedSharding(mesh, P("fsdp")), owg.CurrentScaling(granularity="row")
     kernel = owg.Fp8Param(w.astype(jnp.float8_e4m3fn), jnp.float32(1), w)

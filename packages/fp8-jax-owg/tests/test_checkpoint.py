@@ -67,7 +67,7 @@ def test_scales_that_multiply_are_inverted():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-7), new, saved)
 
 
-def test_values_that_are_not_finite_start_anew():
+def test_values_that_are_not_finite_start_again():
     def spoil(x):
         return x.at[..., 0].set(jnp.inf).at[..., -1].set(jnp.nan)
 
@@ -111,7 +111,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
-def test_what_does_not_fit_is_refused(change, message):
+def test_what_does_not_fit_raises(change, message):
     with pytest.raises(Fp8Error, match=message):
         checkpoint.upgrade(change(trained()), variables())
     with pytest.raises(Fp8Error, match="scales must be one of dequantize, quantize, got 'te'"):

@@ -277,7 +277,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("run", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_refused(run, message):
+def test_what_does_not_fit_raises(run, message):
     with pytest.raises(Fp8Error, match=message):
         run()
 
@@ -287,7 +287,7 @@ def initialized(body, *rounds):
     return model, jax.jit(model.init)(jax.random.key(0), x), x
 
 
-def test_batch_statistics_in_linen_are_refused_unless_they_are_fixed():
+def test_batch_statistics_in_linen_raise_unless_they_are_fixed():
     with pytest.raises(Fp8UnsupportedError, match=r"sow, here \['batch_stats'\].*\['mean'\].*Move the layer"):
         initialized(nn.BatchNorm(use_running_average=False), 2)
     model, variables, x = initialized(nn.BatchNorm(use_running_average=True), 2)

@@ -159,7 +159,7 @@ def test_a_loss_that_stages_sow_is_that_of_every_stage_and_microbatch(rounds, re
     assert model.apply(variables, x, mask, bias).shape == x.shape
 
 
-def test_what_is_sown_elsewhere_is_refused_and_not_dropped():
+def test_what_is_sown_elsewhere_raises_and_not_dropped():
     class Elsewhere(nn.Module):
         @nn.compact
         def __call__(self, h):
@@ -308,6 +308,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("run", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_refused_in_a_sentence(run, message):
+def test_what_does_not_fit_raises_in_a_sentence(run, message):
     with pytest.raises(Fp8Error, match=message):
         run()

@@ -86,7 +86,7 @@ def test_gradients_of_state_meet_by_max_or_make_the_next_state_nan(how, micro_ba
     assert bool(owg.report(after).suspicious) == np.isnan(amax)
 
 
-def test_gradients_in_the_place_of_the_state_are_nan_in_the_next_step(micro_batches):
+def test_gradients_instead_of_the_state_are_nan_in_the_next_step(micro_batches):
     """As training steps do that overwrite state by themselves: `next_state` is for them."""
     assert np.isfinite(use(1.0, owg.tree.next_state(start(), micro_batches[1])))
     assert np.isnan(use(1.0, micro_batches[1]))

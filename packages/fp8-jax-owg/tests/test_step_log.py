@@ -79,7 +79,7 @@ def test_levels(tmp_path, leaves, level, why):
     assert record["tensors"]["fc/input"]["why"].startswith(why)
 
 
-def test_a_resumed_run_goes_on_and_mistakes_are_refused(tmp_path):
+def test_a_resumed_run_goes_on_and_mistakes_raise(tmp_path):
     log = owg.OwgLog(tmp_path, every=10, step=17)
     assert [bool(log.step(state(), step)) for step in (18, 19, 20, 21)] == [True, False, True, False]
     with pytest.raises(Fp8Error, match="every must be 1 or more, got 0"):

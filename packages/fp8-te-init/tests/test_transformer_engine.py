@@ -223,7 +223,7 @@ REMAINDERS = r"which FP8 codes are not\. Use store_param_remainders=False"
     ],
     ids=["no masters", "masters share bits with the parameter", "a checkpoint was loaded", "a second reset"],
 )
-def test_seeding_that_would_go_wrong_is_refused_and_drops_nothing(optimizer, error, told):
+def test_seeding_that_would_go_wrong_raises_and_drops_nothing(optimizer, error, told):
     net = te.built()
     with pytest.raises(error, match=told):
         fti.seed_masters(optimizer(net), net)
@@ -301,7 +301,7 @@ def test_layers_that_are_sharded_before_they_are_reset_start_from_their_rows(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("recipe", "unit", "rows"), [("2d", 128, 192), ("mx", 32, 80)])
-def test_shards_that_cut_blocks_are_refused_on_all_ranks(run_ranks, recipe, unit, rows):
+def test_shards_that_cut_blocks_raise_on_all_ranks(run_ranks, recipe, unit, rows):
     for message in run_ranks(2, deferred, recipe, (128, rows)):
         assert f"in multiples of {unit}; this one has {rows} rows on 2 ranks" in message
 
@@ -396,7 +396,7 @@ def test_a_copy_that_fully_shard_lost_is_told_of_with_the_order_of_calls(run_ran
         assert "TransformerEngine's copy of 0.weight did not survive fully_shard" in told[1]
 
 
-def test_a_plain_weight_in_the_place_of_an_fp8_one_is_told_of_by_seeding_and_the_report(caplog):
+def test_a_plain_weight_instead_of_an_fp8_one_is_told_of_by_seeding_and_the_report(caplog):
     net = te.built(dtype=torch.float32)
     optimizer = sgd(net)
     net[1]._parameters["weight"] = nn.Parameter(net[1].weight.dequantize())  # as FSDP2 puts parameters

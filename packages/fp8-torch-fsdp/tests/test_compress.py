@@ -39,7 +39,7 @@ def backward(model, rank):
 
 
 @on_ranks(3)
-def test_it_works_beside_fp8_layers_which_keep_their_gather(rank):
+def test_it_works_with_fp8_layers_which_keep_their_gather(rank):
     """Two models with FP8 layers and others in one group of FSDP2, the second with decoded weights in the others."""
     found = []
     for compressed in (True, False):

@@ -289,7 +289,7 @@ def test_a_gradient_that_is_not_finite_is_seen_skipped_and_forgotten(rank, setti
 
 
 @on_ranks(2)
-def test_a_resumed_run_continues_bit_for_bit_and_a_state_of_others_is_refused(rank, tmp_path):
+def test_a_resumed_run_continues_bit_for_bit_and_a_state_of_others_raises(rank, tmp_path):
     def start():
         model = shard(seeded(blocks), mesh_of())
         return model, compress(model, {"seed": 3}), sgd(model.parameters())

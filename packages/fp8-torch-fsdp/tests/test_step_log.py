@@ -200,7 +200,7 @@ def test_saturated_and_underflowed_shares_of_a_sharded_weight_are_those_of_all_r
         assert own["level"] == "act"
 
 
-def test_what_cannot_be_logged_is_refused():
+def test_what_cannot_be_logged_raises():
     with pytest.raises(Fp8Error, match="no FP8 layers to log"):
         f8.Float8Log(nn.Linear(4, 4), "run")
     with pytest.raises(Fp8Error, match="every must be 1 or more, got 0"):

@@ -95,7 +95,7 @@ def test_on_8_9_triton_rounds_twice(sources, tmp_path):
     assert any("cvt.rn.satfinite.e4m3x2.f16x2" in text for text in twice), "8.9 rounds once: casts may be fused there"
 
 
-def test_what_a_fused_producer_computed_is_rounded_before_the_cast(tmp_path):
+def test_fused_producers_are_rounded_before_the_cast(tmp_path):
     """On a CPU Inductor rounds it by itself, so that no result there would tell."""
     python("-c", PRODUCER, tmp_path / "sources.json")
     (source,) = json.loads((tmp_path / "sources.json").read_text())

@@ -121,14 +121,14 @@ def test_a_program_for_cpu_and_cuda_holds_both():
 @pytest.mark.parametrize(
     ("shape", "capability", "backend"), [(SHAPE, 80, "auto"), ((0, 512), 90, "auto"), (SHAPE, 90, "reference")]
 )
-def test_what_has_no_kernel_is_left_to_xla(monkeypatch, shape, capability, backend):
+def test_casts_without_a_kernel_run_in_xla(monkeypatch, shape, capability, backend):
     monkeypatch.setenv("FP8_COMMON_BACKEND", backend)
     for function, _ in CALLS.values():
         text = lowered(lambda x, f=function: f(x, "e4m3"), shape=shape, capability=capability).as_text()
         assert kernels.CALL_TARGET not in text
 
 
-def test_what_is_spread_over_devices_is_left_to_xla():
+def test_sharded_arrays_run_in_xla():
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
     x = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16, sharding=jax.NamedSharding(mesh, jax.P("data")))
     jax.clear_caches()
@@ -137,7 +137,7 @@ def test_what_is_spread_over_devices_is_left_to_xla():
     assert kernels.CALL_TARGET not in text
 
 
-def test_triton_on_demand_says_why_it_cannot(monkeypatch):
+def test_backend_triton_raises_with_the_obstacle(monkeypatch):
     monkeypatch.setenv("FP8_COMMON_BACKEND", "triton")
     with pytest.raises(Fp8UnsupportedError, match=r"8\.0 has no FP8"):
         lowered(ROWS, capability=80)

@@ -41,7 +41,7 @@ def test_a_second_launch_has_the_arguments_of_the_first(gpu, name):
     assert [id(a) for a in second if isinstance(a, torch.Tensor)] == [id(tensors[name]) for name in plan.pointers]
 
 
-def test_tritons_own_launch_does_what_is_unusual(gpu, monkeypatch):
+def test_unusual_launches_go_through_triton(gpu, monkeypatch):
     plan, looked = plans.amax(64, "float32"), []
     run = type(amax_kernel).run
     monkeypatch.setattr(type(amax_kernel), "run", lambda *args, **named: (looked.append(1), run(*args, **named))[1])

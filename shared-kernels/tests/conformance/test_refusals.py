@@ -49,7 +49,7 @@ LIBRARIES = [NUMPY, *(one for one in IMPLEMENTATIONS if one.prepare is eager and
 
 @pytest.mark.parametrize("lib", LIBRARIES, ids=lambda lib: lib.name)
 @pytest.mark.parametrize(("operation", "arguments", "message"), REFUSED)
-def test_what_means_nothing_is_refused(lib, operation, arguments, message):
+def test_invalid_values_raise(lib, operation, arguments, message):
     given = [lib.array(np.asarray(one)) if isinstance(one, np.ndarray | np.generic) else one for one in arguments]
     # NumPy says by itself what it cannot broadcast
     error = ValueError if lib is NUMPY and message == "broadcast" else Fp8Error

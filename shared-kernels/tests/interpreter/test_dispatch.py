@@ -80,7 +80,7 @@ def test_opcheck_with_kernels():
         opcheck(torch.ops.fp8_common.dynamic.default, (X, None, None, "e4m3", POLICY, block))
 
 
-def test_a_gpu_without_fp8_is_refused_only_on_demand(monkeypatch):
+def test_a_gpu_without_fp8_raises_only_on_demand(monkeypatch):
     monkeypatch.setattr(_triton, "_obstacle", lambda device: "compute capability 8.0 has no FP8 conversion")
     with pytest.raises(Fp8UnsupportedError, match=r"FP8_COMMON_BACKEND=triton, but compute capability 8\.0"):
         f8t.quantize(X, TWO, "e4m3")

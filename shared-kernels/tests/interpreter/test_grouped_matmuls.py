@@ -114,7 +114,7 @@ def test_rows_of_each_group_are_multiplied_with_each_other(launched, ends, size,
     assert_close(found, wanted)
 
 
-def test_what_lies_between_the_columns_of_groups_is_not_read():
+def test_gaps_between_columns_of_groups_are_not_read():
     """A NaN of another group times zero is NaN, too."""
     rng, ends = np.random.default_rng(0), torch.tensor([16, 32], dtype=torch.int32, device=DEVICE)
     a, b, ones = codes(rng, E4M3, 16, 64), codes(rng, E4M3, 16, 64), torch.ones(2, 16, device=DEVICE)
@@ -169,7 +169,7 @@ def test_the_library_multiplies_where_no_kernel_was_measured(launched):
     assert grouped_matmul.path_of(a, b, OWN._replace(emulate=True)) == "bfloat16"
 
 
-def test_the_table_decides_by_product_rows_and_sizes(launched, monkeypatch):
+def test_the_table_decides_by_matmul_rows_and_sizes(launched, monkeypatch):
     rng = np.random.default_rng(0)
     monkeypatch.setitem(OWN_GROUPED, ("rows", 16, 32), 16)
     b = Quantized(codes(rng, E4M3, 2, 16, 32), inverses(rng, 2, 16, 1), E4M3)
@@ -189,7 +189,7 @@ def test_the_choice_reaches_all_three_matmuls():
         GemmConfig(grouped="mine")
 
 
-def test_sizes_that_16_does_not_divide_are_refused():
+def test_sizes_that_16_does_not_divide_raise():
     for plan, sizes in ((matmul_rows, (5, 24, 32)), (matmul_rows, (5, 32, 24)), (matmul_over_rows, (24, 32, 32))):
         with pytest.raises(Fp8Error, match="multiples of 16"):
             plan(*sizes, 2, "e4m3", "e4m3", fast=True)

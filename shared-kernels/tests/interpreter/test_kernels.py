@@ -170,7 +170,7 @@ def test_rows_and_the_same_codes_transposed(dtype, fmt, shape, count):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("shape", [(300, 517), (128, 160), (6, 256), (1, 7)])
-def test_float32_is_read_as_bfloat16_where_that_is_asked_for(fmt, shape):
+def test_float32_is_read_as_bfloat16_on_request(fmt, shape):
     wide = tensor(planted(shape, "float32", fmt))
     scale = number(0.37).reshape(1)
     both = {"rounded": wide, "bfloat16": wide.to(torch.bfloat16)}

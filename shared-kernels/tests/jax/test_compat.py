@@ -10,11 +10,11 @@ from fp8_common.jax import _kernels as kernels
 from fp8_common.jax import compat
 
 
-def test_this_jax_has_what_is_needed():
+def test_this_jax_has_all_private_names():
     assert compat.PROBLEM is None, f"{compat.PROBLEM}. Adapt fp8_common/jax/compat.py to this JAX."
 
 
-def test_what_is_missing_keeps_kernels_out(monkeypatch):
+def test_a_missing_name_disables_kernels(monkeypatch):
     monkeypatch.setattr(compat, "PROBLEM", "jax 9 has moved a private name: x")
     monkeypatch.setenv("FP8_COMMON_BACKEND", "triton")
     with pytest.raises(Fp8UnsupportedError, match="FP8_COMMON_BACKEND=triton, but jax 9 has moved"):

@@ -51,7 +51,7 @@ def test_other_devices_divide_as_cpus_do(monkeypatch):
 
 
 @pytest.mark.parametrize("function", [divide_nearest, numerics._mended])
-def test_what_is_no_normal_number_divides_as_ieee_says(function):
+def test_subnormal_and_special_numbers_divide_as_in_ieee(function):
     nan, infinity = np.float32(np.nan), np.float32(np.inf)
     above = np.float32([0, 0, 1, 1, infinity, infinity, nan, 1])
     below = np.float32([0, 1, 0, infinity, infinity, 2, 1, nan])

@@ -119,6 +119,6 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
-def test_bad_input_is_refused(call, message):
+def test_bad_input_raises(call, message):
     with pytest.raises(Fp8Error, match=message):
         call()

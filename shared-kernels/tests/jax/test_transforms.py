@@ -150,7 +150,7 @@ def test_programs_hold_the_operations_where_there_is_a_gpu(name, x, monkeypatch)
     assert held() == set()
 
 
-def test_the_choice_says_why_kernels_cannot_run(monkeypatch, x):
+def test_the_cast_path_names_the_obstacle(monkeypatch, x):
     monkeypatch.setenv("FP8_COMMON_BACKEND", "triton")
     select(monkeypatch, False)
     with pytest.raises(Fp8UnsupportedError, match="FP8_COMMON_BACKEND=triton, but this JAX sees no NVIDIA GPU"):
@@ -210,13 +210,13 @@ def test_an_operand_of_its_own_on_each_device_makes_the_result_its_own(kernels, 
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-def test_jax_refuses_to_call_the_amax_of_one_shard_that_of_all(kernels, monkeypatch):
+def test_the_amax_of_one_shard_cannot_be_returned_as_replicated(kernels, monkeypatch):
     select(monkeypatch, kernels)
     with pytest.raises(ValueError, match="out_specs"):
         typed(f8j.amax, SHARDED)
 
 
-def test_types_that_tell_nothing_are_refused_in_shard_map(monkeypatch):
+def test_types_without_axes_raise_in_shard_map(monkeypatch):
     """A newer JAX has renamed the attribute."""
     assert numerics.varying_axes(jnp.ones(3)) == frozenset()
     monkeypatch.setattr(compat.jax, "typeof", lambda x: object())

@@ -61,7 +61,7 @@ def test_experts_with_too_few_rows_are_named():
     assert shape_of("Mixtral-8x7B-v0.1").rows_per_expert == 0.25
 
 
-def test_nodes_share_what_crosses_between_them():
+def test_nodes_share_their_link():
     slow = dataclasses.replace(LINKS["infiniband-400"], inside=1e30, between=1e9, latency=0.0)
     shape = ModelShape(blocks=1, width=8, weights=1 << 20, active=1)
     found = estimate(job(shape=shape, ranks=32, links=slow), BF16)
@@ -134,7 +134,7 @@ SIZES = dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", 
         (json.dumps(SIZES | {"kv_lora_rank": 8}), "latent attention"),
     ],
 )
-def test_a_configuration_that_is_none_is_refused(tmp_path, text, part):
+def test_a_configuration_that_is_none_raises(tmp_path, text, part):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(Fp8Error, match=part):
         ModelShape.from_config(tmp_path / "config.json")
@@ -150,7 +150,7 @@ def test_a_configuration_that_is_none_is_refused(tmp_path, text, part):
         ({"measured": 1e9}, "give an Accelerator"),
     ],
 )
-def test_a_job_that_is_none_or_faster_than_the_model_is_refused(changes, part):
+def test_a_job_that_is_none_or_faster_than_the_model_raises(changes, part):
     with pytest.raises(Fp8Error, match=part):
         estimate(job(**changes), BF16)
 
@@ -167,7 +167,7 @@ def test_the_simplest_of_equally_fast_configurations_is_recommended():
     assert advice.startswith(f"Take {CHOICES[3].name}")
 
 
-def test_the_gain_over_gradients_reduced_in_bf16_is_said_too():
+def test_the_gain_over_bf16_reductions_is_reported():
     advice, _ = advise(job(shape=SHAPES["llama3-70b"], ranks=64, links=LINKS["ethernet-100"]))
     assert advice.startswith(f"Take {CHOICES[-1].name}: 1.69x bf16 (1.50x bf16 with gradients reduced in bf16).")
 
@@ -195,7 +195,7 @@ def test_a_model_is_found_by_its_name_file_or_folder(tmp_path):
         shape_of("llama-3.1-9b")
 
 
-def test_what_does_not_fit_is_refused_with_a_number_of_devices_that_does():
+def test_a_model_that_does_not_fit_raises_with_enough_devices():
     with pytest.raises(Fp8Error, match=r"on 1 device need 128 GB on each .* it has 80. Take at least 4 devices"):
         advise(job(ranks=1))
     assert memory(job(ranks=4)) < ACCELERATORS["h100"].memory

@@ -67,7 +67,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(run, monkeypatch, arguments, 
     assert err.count("\n") == 1
 
 
-def test_advise_says_first_what_to_take(run):
+def test_advise_begins_with_the_recommendation(run):
     code, out, err = run("advise", "--ranks", "64", "--micro-batches", "4")
     assert (code, err) == (0, "")
     assert out.startswith("Take tensorwise, FP8 all-gather: 1.31x bf16 (1.30x bf16 with gradients reduced in bf16). ")
@@ -101,7 +101,7 @@ def test_doctor_in_words_and_a_broken_plugin_exits_with_1(run):
     assert "none installed" in run("doctor", plugins=())[1]
 
 
-def test_doctor_says_each_sentence_once():
+def test_doctor_prints_each_sentence_once():
     processor = dataclasses.replace(MACHINE, devices=(CPU,))
     info = dataclasses.replace(INFO, paths=command.paths(processor, processor.accelerator, "auto"))
     text = command.doctor_text(processor, [PluginReport(entry="p", info=info, problem=None)] * 2, "auto")
@@ -163,7 +163,7 @@ def test_a_reader_that_leaves_is_no_error():
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_what_takes_long_says_on_a_terminal_how_far_it_is(monkeypatch, capsys):
+def test_slow_commands_show_progress_on_a_terminal(monkeypatch, capsys):
     makers = [("one", lambda: 1), ("two", lambda: 2)]
     assert command._made(makers) == {"one": 1, "two": 2}
     assert capsys.readouterr().err == "", "no terminal"

@@ -87,7 +87,7 @@ CODES = np.zeros(1, ml_dtypes.float8_e5m2)
         (np.float32(1), np.float32(2), None, "()"),
     ],
 )
-def test_what_differs_is_said(got, want, fmt, message):
+def test_differences_are_listed(got, want, fmt, message):
     assert message in failure(got, want, fmt=fmt)
 
 
@@ -108,6 +108,6 @@ def test_empty_strided_and_listed_inputs():
         ({"fmt": "fp4"}, "Unknown FP8 format"),
     ],
 )
-def test_senseless_arguments_are_refused(settings, message):
+def test_senseless_arguments_raise(settings, message):
     with pytest.raises(Fp8Error, match=message):
         assert_same_bits(np.zeros(2), np.ones(2), **settings)

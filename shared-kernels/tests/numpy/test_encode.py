@@ -57,6 +57,6 @@ def test_every_code_decodes_as_ml_dtypes_does_and_finite_ones_survive_the_round_
         assert_same_bits(encode(decode(finite, fmt), fmt), finite, fmt=fmt)
 
 
-def test_codes_of_another_format_are_refused():
+def test_codes_of_another_format_raise():
     with pytest.raises(Fp8Error, match="got float8_e5m2"):
         decode(np.zeros(2, ml_dtypes.float8_e5m2), "e4m3")

@@ -14,7 +14,7 @@ import pytest
         ("fp8_common.jax", "fp8_common.jax", "jax"),
     ],
 )
-def test_a_module_says_which_extra_it_needs(monkeypatch, module, part, needed):
+def test_a_module_names_its_missing_extra(monkeypatch, module, part, needed):
     for name in [name for name in sys.modules if name.startswith(("fp8_common.torch", "fp8_common.jax"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, needed, None)

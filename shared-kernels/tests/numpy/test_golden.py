@@ -12,7 +12,7 @@ COMMITTED = json.loads(FILE.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", COMMITTED["cases"])
-def test_numpy_gives_what_was_committed(name):
+def test_numpy_gives_the_committed_vectors(name):
     case = COMMITTED["cases"][name]
     inputs = {key: array_of(COMMITTED["inputs"][reference]) for key, reference in case["inputs"].items()}
     outputs = FUNCTIONS[case["function"]](inputs, **case["settings"])

@@ -36,7 +36,7 @@ NATIVE = [
 
 
 @pytest.mark.parametrize(("label", "device", "formats", "granularities"), NATIVE, ids=[row[0] for row in NATIVE])
-def test_what_each_device_multiplies_natively(label, device, formats, granularities):
+def test_native_formats_of_each_device(label, device, formats, granularities):
     assert device.label == label
     assert native_formats(device) == formats
     paths = [matmul_path(device, granularity) for granularity in GRANULARITIES]
@@ -60,7 +60,7 @@ def test_unknown_capabilities_promise_nothing(kind):
         (nvidia(9, 0, None), False, "this is another framework than torch."),
     ],
 )
-def test_products_with_scales_of_blocks_need_their_cublas(device, native, why):
+def test_matmuls_with_scales_of_blocks_need_their_cublas(device, native, why):
     path = matmul_path(device, "blockwise_1x128")
     assert (path.status == "native") is native
     assert why in path.why

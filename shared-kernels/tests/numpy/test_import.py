@@ -20,7 +20,7 @@ def test_everything_public_exists_and_is_sorted_into_all():
     assert all(hasattr(fp8_common, name) for name in fp8_common.__all__)
 
 
-def test_errors_are_caught_by_what_people_catch():
+def test_errors_derive_from_builtin_errors():
     assert issubclass(fp8_common.Fp8Error, ValueError)
     for error in (fp8_common.Fp8UnsupportedError, fp8_common.Fp8StaleError):
         assert issubclass(error, RuntimeError)

@@ -43,7 +43,7 @@ def test_finite_codes_are_all_that_stand_for_a_number():
 @formats
 @dtypes
 @pytest.mark.parametrize("scale", [1.0, 0.7, 2.0**-40, 2.0**40])
-def test_adversarial_inputs_reach_every_code_and_what_is_not_finite(fmt, dtype, scale):
+def test_adversarial_inputs_reach_every_code_infinity_and_nan(fmt, dtype, scale):
     x = adversarial(fmt, dtype, scale)
     assert x.dtype == dtype
     with np.errstate(invalid="ignore"):
@@ -73,6 +73,6 @@ def test_adversarial_amax_reaches_every_limit():
         (lambda: midpoints(E8M0), "E8M0 holds block scales"),
     ],
 )
-def test_bad_arguments_are_refused(call, message):
+def test_bad_arguments_raise(call, message):
     with pytest.raises(Fp8Error, match=message):
         call()

@@ -69,7 +69,7 @@ NOTES = {
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_what_is_found(monkeypatch, name):
+def test_detected_facts(monkeypatch, name):
     installed, devices = MACHINES[name]
     monkeypatch.setattr(machine, "nvidia_smi_devices", lambda: installed.get("nvidia-smi", []))
     monkeypatch.setattr(machine, "installed_versions", lambda: dict.fromkeys(installed, "1.0"))
@@ -128,7 +128,7 @@ def test_an_error_without_text_still_gives_a_line():
     assert machine.first_line(ValueError()) == "no message"
 
 
-def test_versions_name_what_is_installed():
+def test_versions_of_installed_libraries():
     versions = machine.installed_versions()
     assert (versions["numpy"], versions["fp8-common"]) == (np.__version__, __version__)
     assert versions.keys() <= set(machine.DISTRIBUTIONS)

@@ -157,7 +157,7 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
     assert unreadable == 0
 
 
-def test_what_cannot_be_written_ends_no_training(tmp_path, caplog):
+def test_an_unwritable_log_does_not_end_training(tmp_path, caplog):
     (tmp_path / "file").touch()
 
     def offline(values, step):
@@ -187,7 +187,7 @@ def test_watch_once_shows_the_newest_step_with_the_most_urgent_tensor_first(tmp_
 
 
 @pytest.mark.parametrize(("content", "sentence"), [(None, "does not exist"), (b"", "no step yet"), (b"{", "no step")])
-def test_watch_once_without_a_step_says_what_writes_one(tmp_path, capsys, content, sentence):
+def test_watch_once_without_a_step_names_the_writers(tmp_path, capsys, content, sentence):
     path = tmp_path / "run.jsonl"
     if content is not None:
         path.write_bytes(content)

@@ -93,7 +93,7 @@ def test_every_part_is_cast_and_comes_back_as_a_tensor_of_its_own(cut, shape, fm
 
 
 @formats
-def test_the_product_is_rounded_to_float32_before_the_cast(fmt):
+def test_the_matmul_is_rounded_to_float32_before_the_cast(fmt):
     scale = np.linspace(1, 2, 500, dtype=np.float32)[:, None]
     x = midpoints(fmt) / scale
     exact = x.astype(np.float64) * scale
@@ -114,7 +114,7 @@ def test_scales_at_their_limits_and_torchaos_for_an_infinite_amax():
 @pytest.mark.parametrize(
     "cast", [f8.quantize, lambda *args: f8.numerics.quantize_stochastic(*args, np.zeros(4, np.uint32))]
 )
-def test_infinity_becomes_nan_and_a_product_that_overflows_saturates(fmt, scale, cast):
+def test_infinity_becomes_nan_and_a_matmul_that_overflows_saturates(fmt, scale, cast):
     x, scale, top = (
         np.float32([np.inf, -np.inf, np.nan, 3e38]),
         np.float32(scale),

@@ -65,7 +65,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_the_named_recipes_are(name):
+def test_named_recipes(name):
     recipe = RECIPES[name]
     assert get_recipe(name) is get_recipe(recipe) is recipe
     x, w = recipe.input, recipe.weight
@@ -74,7 +74,7 @@ def test_what_the_named_recipes_are(name):
     assert high_precision == (["grad_weight"] if name == "rowwise_with_gw_hp" else [])
 
 
-def test_operands_follow_the_products_and_their_overrides():
+def test_operands_follow_the_matmuls_and_their_overrides():
     assert MINE.operands("output") == (MINE.input, MINE.weight)
     assert MINE.operands("grad_input") == (MINE.grad_output, MINE.weight_for_grad_input)
     assert MINE.operands("grad_weight") == (MINE.input_for_grad_weight, MINE.grad_output_for_grad_weight)
@@ -134,7 +134,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_means_nothing_is_refused(make, message):
+def test_invalid_values_raise(make, message):
     with pytest.raises(Fp8Error, match=message):
         make()
 

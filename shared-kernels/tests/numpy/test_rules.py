@@ -64,7 +64,7 @@ def test_decisions_name_their_rule():
 
 
 @pytest.mark.parametrize("text", ["*", "!lm_head", "re:a.*b", "!re:x", "model.* = rowwise", "re:(?=a)a = mxfp8"])
-def test_rules_are_written_as_they_are_read(text):
+def test_rules_are_written_unchanged_read(text):
     rules = Rules.parse([text])
     assert Rules.parse(rules) is rules
     assert Rules.parse(rules.rules) == Rules.parse([f" {text.replace(' = ', '=')} "]) == rules
@@ -98,6 +98,6 @@ def test_a_rule_that_matched_nothing_is_a_warning_that_quotes_it():
         (["model.*", "!*.attn.*", "!*.mlp.*", "!*.embed"], "'model.*' has no effect: it matches 5"),
     ],
 )
-def test_rules_that_cannot_be_meant_are_refused(rules, message):
+def test_rules_that_are_invalid_raise(rules, message):
     with pytest.raises(Fp8Error, match=message):
         Rules.parse(rules).apply(MODEL)

@@ -85,6 +85,6 @@ STABLE = {"stable": True, "power_of_2": True}
         ({"lower": 2.0, "upper": 1.0}, "lower must be positive and below upper"),
     ],
 )
-def test_policies_refuse_what_nothing_could_honour(settings, message):
+def test_invalid_policies_raise(settings, message):
     with pytest.raises(f8.Fp8Error, match=message):
         f8.ScalePolicy(**settings)

@@ -65,7 +65,7 @@ DRAWN = np.exp2(np.random.default_rng(0).uniform(0, 6, (20_000, 1))).astype(np.f
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_pages_column_idempotent_is_what_is_found(name):
+def test_the_pages_column_idempotent(name):
     page = (ROOT / "docs/numerics/definition.md").read_text()
     (row,) = re.findall(rf"^\| `?{name}\b.*\|$", page, re.M)
     said = row.strip("| ").split(" | ")[-1]

@@ -57,7 +57,7 @@ NATIVE = {
 }
 
 
-def test_what_each_gpu_multiplies_natively_and_that_one_alone_ran():
+def test_native_paths_of_each_gpu_and_the_tested_one():
     head, *rows = status.gpu_table()
     table = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
     assert table.keys() == NATIVE.keys()
@@ -94,7 +94,7 @@ def test_a_gpu_is_found_by_the_name_of_its_driver_and_its_links_are_told(name, c
     assert not pcie or "compress_communication(model, gradients=True)" in note
 
 
-def test_a_gpu_is_asked_for_by_any_part_of_its_name_that_no_other_has():
+def test_a_gpu_is_found_by_a_unique_part_of_its_name():
     assert [status.gpu_named(name).name for name in ("4090", "rtx-5090", "L4", "l40s", "PRO 6000", "mi300x")] == [
         "RTX 4090", "RTX 5090", "L4", "L40S", "RTX PRO 6000", "MI300X"
     ]  # fmt: skip

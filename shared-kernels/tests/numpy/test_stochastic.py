@@ -22,7 +22,7 @@ def rounded(x, fmt, word):
 
 @formats
 @pytest.mark.parametrize("word", [0, 0x1FF, 0x200, 2**31, 2**32 - 1])
-def test_what_needs_no_rounding_never_moves(fmt, word):
+def test_representable_values_do_not_change(fmt, word):
     codes = all_codes(fmt, finite=True)
     assert_same_bits(rounded(decode(codes, fmt), fmt, word), codes, fmt=fmt)
     special = np.float32([np.inf, -np.inf, np.nan, 0.0, -0.0, fmt.max * 1.5, -fmt.max * 1e4])
@@ -71,6 +71,6 @@ def test_a_scale_is_multiplied_first():
     assert_same_bits(quantize_stochastic(x, scale, "e5m2", draw(x.shape)), want)
 
 
-def test_random_bits_of_another_dtype_are_refused():
+def test_random_bits_of_another_dtype_raise():
     with pytest.raises(Fp8Error, match=r"random_bits must be uint32 of shape \(3,\), got .*rng\.integers"):
         encode_stochastic(np.ones(3, np.float32), "e4m3", np.zeros(3, np.int64))

@@ -97,7 +97,7 @@ def test_windows_and_their_scales(fmt, algo, length, full):
         assert_same_bits(np.concatenate([ours[2:], ours[:1]])[: length - 1], theirs[1:])
 
 
-def test_a_margin_beside_the_normal_numbers_is_divided_in_another_order():
+def test_a_margin_with_the_normal_numbers_is_divided_in_another_order():
     """TransformerEngine divides first: the quotient overflows, or the margin makes it subnormal. Ours does not."""
     tiny, huge, rule = np.float32(1e-37), np.float32(3e38), te_delayed(margin=16)
     assert delayed_scale(tiny, PREVIOUS, f8.E4M3, 16) == FLT_MAX

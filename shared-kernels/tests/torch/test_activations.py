@@ -60,7 +60,7 @@ def test_gradients_are_those_of_eager_torch_but_for_ties():
     assert (found[0] != gate.grad).sum() < 1e-4 * count
 
 
-def test_what_is_not_finite_stays_so():
+def test_infinity_and_nan_stay_not_finite():
     gate = np.array([np.inf, -np.inf, np.nan, -1e30, 1e30], np.float32)
     found = f8.numerics.silu_mul(gate, np.ones_like(gate))
     assert_same_bits(torch.from_numpy(found), np.array([np.inf, np.nan, np.nan, -0.0, 1e30], np.float32))

@@ -29,7 +29,7 @@ DEVICES = [
 
 
 @pytest.mark.parametrize(("capability", "cuda", "hip", "fp8", "groups", "blocks", "mx", "fused"), DEVICES)
-def test_what_a_gpu_has(monkeypatch, capability, cuda, hip, fp8, groups, blocks, mx, fused):
+def test_capabilities_of_gpus(monkeypatch, capability, cuda, hip, fp8, groups, blocks, mx, fused):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)

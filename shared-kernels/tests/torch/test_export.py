@@ -144,7 +144,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("wanted", "layout", "sentence"), REFUSED)
-def test_what_a_layout_cannot_hold_is_refused(wanted, layout, sentence):
+def test_weights_that_a_layout_cannot_hold_raise(wanted, layout, sentence):
     with pytest.raises(f8.Fp8Error, match=sentence):
         serving_state_dict(Model(), wanted, layout)
 
@@ -152,7 +152,7 @@ def test_what_a_layout_cannot_hold_is_refused(wanted, layout, sentence):
 @pytest.mark.parametrize(
     ("buffer", "sentence"), [(torch.tensor([3]), "extra is torch.int64"), (torch.tensor(2.0), "extra is a scalar")]
 )
-def test_what_the_writer_would_break_is_refused(buffer, sentence):
+def test_tensors_that_the_writer_breaks_raise(buffer, sentence):
     model = Model()
     model.register_buffer("extra", buffer)
     with pytest.raises(f8.Fp8Error, match=sentence):

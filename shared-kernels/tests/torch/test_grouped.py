@@ -228,7 +228,7 @@ def test_rows_decide_whether_experts_are_multiplied_in_high_precision():
         ),
     ],
 )
-def test_a_number_of_rows_that_does_not_fit_is_refused(options, message):
+def test_a_number_of_rows_that_does_not_fit_raises(options, message):
     with pytest.raises(Fp8Error, match=message):
         LinearConfig(**options)
 
@@ -242,7 +242,7 @@ def test_gradients_of_groups_are_accumulated_fast_by_default(gemms, wanted):
         assert fast == ([True, True, wanted] if grouped else [True, False, False])
 
 
-def test_which_products_are_made_of_codes(products):
+def test_which_matmuls_are_made_of_codes(products):
     options = MatmulOptions(torch.bfloat16, emulate=False)
     codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn)
     e4m3, e5m2 = (Quantized(codes, torch.ones(1), fmt) for fmt in (E4M3, E5M2))
@@ -297,7 +297,7 @@ def test_where_only_the_device_knows_that_offsets_do_not_fit_results_are_nan(off
 @pytest.mark.parametrize("how", ["fp8", "bfloat16"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("ends", [[64, 32, 128, 128], [64, 96, 256, 512], [-7, 3, 3, 128], [999, 0, 0, 0]])
-def test_the_device_is_never_asked_for_offsets_that_do_not_fit(monkeypatch, on_the_device, recipe, ends, how):
+def test_invalid_offsets_give_nan_without_a_wait(monkeypatch, on_the_device, recipe, ends, how):
     """All three products, as where the host does not know the offsets; what they give is NaN."""
     monkeypatch.setattr(GroupOffsets, "known_on_host", property(lambda groups: False))
     monkeypatch.setattr(group_offsets, "check_offsets", lambda offsets, rows: None)
@@ -311,7 +311,7 @@ def test_the_device_is_never_asked_for_offsets_that_do_not_fit(monkeypatch, on_t
     assert y.isnan().all()
 
 
-def test_compiled_products_refuse_offsets_that_do_not_fit():
+def test_compiled_matmuls_give_nan_for_invalid_offsets():
     x, weight = torch.ones(5, COLUMNS, dtype=torch.bfloat16), torch.ones(3, ROWS, COLUMNS, dtype=torch.bfloat16)
     spec = stack("tensorwise")
     product = torch.compile(lambda x, w, o: fp8_linear(x, w, spec, o), backend="aot_eager", fullgraph=True)
@@ -321,7 +321,7 @@ def test_compiled_products_refuse_offsets_that_do_not_fit():
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_what_belongs_to_no_group_is_zero_in_compiled_code(monkeypatch, fused):
+def test_rows_of_no_group_are_zero_in_compiled_code(monkeypatch, fused):
     """Where compilers see casts as on a GPU, zeros are written in place, and nothing else changes."""
     monkeypatch.setattr(_triton, "rounds_once", assume_constant_result(lambda *device: fused))
     y, keep = torch.randn(5, 3, 2), torch.tensor([True, False, True, True, False])

@@ -118,7 +118,7 @@ def test_bfloat16_is_multiplied_where_the_processor_has_units_for_it(monkeypatch
         assert all(map(torch.equal, results[: 2 if wide else 3], made_in(torch.float32)[1]))
 
 
-def test_only_the_gradients_that_are_asked_for_are_made():
+def test_only_requested_gradients_are_computed():
     x, w = torch.randn(ROWS, IN), torch.randn(OUT, IN)
     for needs in itertools.product((True, False), repeat=2):
         own = [t.clone().requires_grad_(need) for t, need in zip((x, w), needs, strict=True)]
@@ -144,7 +144,7 @@ def gradients(spec, function=fp8_linear, rows=(ROWS,), **options):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_weight_that_travels_is_gathered_for_each_matmul(recipe):
+def test_a_gathered_weight_is_gathered_for_each_matmul(recipe):
     here, calls = spec_of(LinearConfig(recipe=recipe)), []
     gather = SimpleNamespace(
         send=lambda weight: (weight,),
@@ -176,7 +176,7 @@ def test_who_watches_sees_the_operands_of_activation_and_gradient():
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, IN + 1)])
-def test_inputs_that_do_not_fit_are_refused(shape):
+def test_inputs_that_do_not_fit_raise(shape):
     with pytest.raises(Fp8Error, match=rf"Layer expects \[\.\.\., {IN}\] as input, got"):
         fp8_linear(torch.zeros(shape), torch.zeros(OUT, IN), spec_of(LinearConfig()))
 
@@ -193,7 +193,7 @@ OFF = CastRecipe(scaling="disabled")
         (3, "A recipe is a name"),
     ],
 )
-def test_recipes_that_cannot_be_honoured_are_refused(recipe, message):
+def test_unsupported_recipes_raise(recipe, message):
     with pytest.raises(Fp8Error, match=message):
         LinearConfig(recipe=recipe)
 
@@ -223,7 +223,7 @@ FLOAT32, BFLOAT16, GPU = torch.float32, torch.bfloat16, torch.device("cuda", 0)
 )
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("all_dtypes", [False, True])
-def test_what_is_asked_of_a_device_with_scales_of_rows(
+def test_library_for_scales_of_rows(
     monkeypatch, gpu, capability, cuda, rowwise, before, from_2_15, out_dtype, all_dtypes
 ):
     """CUTLASS, which multiplies with scales of rows off Hopper, writes bfloat16 alone before torch 2.15.

@@ -73,7 +73,7 @@ def products(monkeypatch):
 @pytest.mark.parametrize(
     ("blocks", "k"), [((THIN, SQUARE), 512), ((SQUARE, THIN), 1024), ((THIN, THIN), 384), ((MX, MX), 160)]
 )
-def test_products_with_scales_of_blocks_are_the_emulated_ones(products, blocks, k, out_dtype):
+def test_matmuls_with_scales_of_blocks_are_the_emulated_ones(products, blocks, k, out_dtype):
     a, b = operand(256, k, blocks[0]), operand(384, k, blocks[1])
     native = matmul.matmul(a, b, MatmulOptions(out_dtype, False))
     assert products == [(256, k, 384)]
@@ -98,14 +98,14 @@ def test_products_with_scales_of_blocks_are_the_emulated_ones(products, blocks, 
         (128, 512, 128, (THIN, SQUARE), torch.float16),
     ],
 )
-def test_what_is_in_doubt_is_emulated(products, m, k, n, blocks, out_dtype):
+def test_unknown_devices_emulate(products, m, k, n, blocks, out_dtype):
     product = matmul.matmul(operand(m, k, blocks[0]), operand(n, k, blocks[1]), MatmulOptions(out_dtype, False))
     assert product.shape == (m, n)
     assert products == []
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-def test_all_three_products_of_a_layer_are_native(products, monkeypatch, recipe):
+def test_all_three_matmuls_of_a_layer_are_native(products, monkeypatch, recipe):
     monkeypatch.setattr(plan, "should_emulate", lambda device, emulate: False)
     config = LinearConfig(recipe=recipe)
     grid = ScaleGrid(config.weight)

@@ -8,7 +8,7 @@ from fp8_common import Fp8Error
 from fp8_common.torch_layers.sharding.replaced import MARK, mark_replaced, watch_optimizers
 
 
-def test_an_optimizer_that_holds_a_replaced_parameter_refuses_to_step():
+def test_an_optimizer_with_a_replaced_parameter_raises_in_step():
     kept, replaced = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([kept, replaced], lr=1.0)
     mark_replaced(replaced, "convert()")

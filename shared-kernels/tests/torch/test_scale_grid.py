@@ -61,7 +61,7 @@ def test_parts_make_the_codes_of_the_whole(granularity, stacked, transposed, ran
 
 @kinds
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 1e-40])
-def test_what_is_not_an_ordinary_number_reaches_the_scale_of_its_block_alone(granularity, stacked, transposed, value):
+def test_special_values_change_only_their_blocks_scale(granularity, stacked, transposed, value):
     grid, weight = grid_of(granularity, stacked, transposed), torch.ones(2, 130, 150)
     weight[1, 129, 140] = value
     scales = assert_whole(grid, weight, list(parts_of(weight, 1, 3)))
@@ -96,7 +96,7 @@ def test_padding_past_the_end_has_scale_one(granularity, first):
 
 
 @kinds
-def test_a_changed_part_is_seen_beside_its_codes(granularity, stacked, transposed):
+def test_a_changed_part_is_detected_in_the_cast(granularity, stacked, transposed):
     grid = grid_of(granularity, stacked, transposed)
     part, region = next(parts_of(random_weight((4, 130, 150)), 1, 2))
     bits = grid.amax_bits(part, region)

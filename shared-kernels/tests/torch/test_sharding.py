@@ -95,7 +95,7 @@ def test_forwards_are_seen_where_fsdp2_begins_and_ends_them(rank):
     assert seen[0] == outer[0], "a forward that raised has ended"
 
 
-def test_what_is_not_sharded_has_no_shards_and_no_root():
+def test_unsharded_modules_have_no_shards_and_no_root():
     model = nn.Linear(4, 4)
     assert list(fsdp.shards(model)) == list(fsdp.named_shards(model)) == []
     assert fsdp.region_of(model.weight) == Region.whole(torch.Size((4, 4)))
@@ -141,7 +141,7 @@ def test_shards_say_where_they_lie(rank):
 
 
 @on_ranks(4)
-def test_ranks_that_share_a_scale_are_those_whose_parts_do(rank):
+def test_ranks_share_a_scale_if_their_parts_do(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
@@ -162,7 +162,7 @@ def test_ranks_that_share_a_scale_are_those_whose_parts_do(rank):
 
 
 @on_ranks(4)
-def test_copies_of_parts_share_a_scale_only_if_they_are_asked_to(rank):
+def test_copies_share_a_scale_only_on_request(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     model = nn.Linear(4, 8, bias=False)
     fully_shard(model, mesh=mesh)

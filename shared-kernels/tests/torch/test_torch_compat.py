@@ -30,7 +30,7 @@ def world():
 # ---------------------------------------------------------------- compilers
 
 
-def test_a_constant_is_asked_for_once():
+def test_a_constant_is_computed_once():
     answers = iter((2, 3))
     asked = compat.assume_constant_result(lambda: next(answers))
     compiled = torch.compile(lambda x: x * asked(), backend="eager", fullgraph=True)
@@ -242,7 +242,7 @@ def test_checkpoint_wrappers_put_their_prefix_into_names():
     assert f"0.{compat.CHECKPOINT_PREFIX.rstrip('.')}" in inside, LOOK.format("CHECKPOINT_PREFIX")
 
 
-def test_modules_are_asked_whether_they_are_distributed_before_anything_is_cut(world):
+def test_distribute_module_checks_modules_before_it_shards(world):
     module = nn.Linear(2, 2)
     setattr(module, compat.DISTRIBUTED, True)
     with pytest.raises(RuntimeError, match="distribute_module"):

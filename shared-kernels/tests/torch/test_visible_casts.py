@@ -117,7 +117,7 @@ def test_every_rule_for_scales():
         assert_same_bits(made.scale_inv, f8.numerics.reciprocal(want), name=rule.name)
 
 
-def test_what_is_cast_is_what_others_see():
+def test_casts_show_their_results_to_watchers():
     """A compiler keeps float32 between a producer and the cast; the codes are those of the 16-bit values."""
 
     @compiled

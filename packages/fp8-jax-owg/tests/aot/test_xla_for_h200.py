@@ -70,7 +70,7 @@ def computations(text):
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_all_three_products_take_fp8_and_return_bfloat16(name):
+def test_all_three_matmuls_take_fp8_and_return_bfloat16(name):
     products = [
         (set(parameters.values()) & FP8, result)
         for _, parameters, result, lines in computations(compiled(name))
@@ -118,7 +118,7 @@ BUDGETS = {"delayed": 92.5, "tensor": 122.0, "row": 177.5}
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_bytes_beside_the_products_stay_within_their_budget(name):
+def test_bytes_with_the_matmuls_stay_within_their_budget(name):
     products, others = bytes_moved(compiled(name))
     print(f"{name}: {others / 1e6:.1f} MB beside the products, {products / 1e6:.1f} in them")
     assert others / 1e6 <= BUDGETS[name]

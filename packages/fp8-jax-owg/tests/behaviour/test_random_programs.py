@@ -100,7 +100,7 @@ def test_a_random_program_records_what_its_steps_see(seed, devices, full):
     check(FORMS[seed % len(FORMS)], maker.program(), maker, seed)
 
 
-def test_a_random_program_that_operates_on_its_state_is_right_or_refused(seed, devices, full):
+def test_a_random_program_that_operates_on_its_state_is_right_or_rejected(seed, devices, full):
     maker = jax_programs.Maker(10_000 + seed, deepest=3 if full else 2, matmul=seed % 3 == 0, operations=True)
     program = maker.program()
     try:

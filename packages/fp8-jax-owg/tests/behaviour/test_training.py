@@ -105,7 +105,7 @@ def test_multi_steps_roll_once_per_step_of_the_optimizer_what_was_observed():
     assert float(now["w"]) == 3 - 3 - 4.5
 
 
-def test_what_would_roll_at_every_micro_batch_is_refused():
+def test_what_would_roll_at_every_micro_batch_raises():
     with pytest.raises(Fp8Error, match="every_k_schedule must be at least 1, got 0"):
         MultiSteps(optax.sgd(1.0), 0)
     with pytest.raises(Fp8Error, match="would roll amax histories at every micro-batch"):
@@ -266,7 +266,7 @@ def test_batch_statistics_are_not_trained_and_take_what_the_step_has_changed(ste
     assert jax.tree.structure(after.params) == jax.tree.structure(state.params)
 
 
-def test_collections_that_a_state_does_not_keep_are_refused():
+def test_collections_that_a_state_does_not_keep_raise():
     state = decayed()
     grads = T(jnp.zeros_like, state.params)
     for name in ("intermediates", COLLECTION, "params"):

@@ -57,7 +57,7 @@ def as_cast(x, scale, fmt):
         dataclasses.replace(SHORT, fp8_format="E4M3_FNUZ"),
     ],
 )
-def test_products_are_those_of_the_definition(equation, dtype, scaling):
+def test_matmuls_are_those_of_the_definition(equation, dtype, scaling):
     shape_lhs, shape_rhs, dims = SHAPES[equation]
     lhs, rhs, meta = (
         normal(*shape_lhs, dtype=dtype),
@@ -140,7 +140,7 @@ def test_every_equation_is_nearly_that_of_numpy(equation, dtype, scaling):
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 4], [0, 0, 0]], ids=str)
-def test_ragged_products_skip_empty_groups_and_foreign_rows(sizes):
+def test_ragged_matmuls_skip_empty_groups_and_foreign_rows(sizes):
     x, w, g = normal(8, 16), normal(3, 16, 5, seed=1), normal(8, 5, seed=2)
     used = sum(sizes)
     x, g, meta = x.at[used:].set(jnp.nan), g.at[used:].set(jnp.inf), owg.init_meta(SHORT)
@@ -170,7 +170,7 @@ ALL_THREE = [(E4, E4), (E4, E5), (E5, E4)]
 @pytest.mark.parametrize(
     ("product", "name"), [*((dot, name) for name in SCALINGS), (transposed, "delayed"), (ragged, "delayed")]
 )
-def test_all_three_products_have_fp8_operands(product, name):
+def test_all_three_matmuls_have_fp8_operands(product, name):
     def gradients(x, w):
         return jax.grad(lambda x, w: product(x, w, meta_of(SCALINGS[name]), SCALINGS[name]).sum(), (0, 1))(x, w)
 
@@ -179,7 +179,7 @@ def test_all_three_products_have_fp8_operands(product, name):
     assert {one.result.name for one in dots} == {"float32"}
 
 
-def test_batch_dimensions_stay_in_one_product():
+def test_batch_dimensions_stay_in_one_matmul():
     a, b = normal(2, 2, 4, 5), normal(2, 2, 6, 5)
     dots = owg.testing.assert_fp8_dots(jax.grad(lambda a: owg.fp8_einsum("bhqd,bhkd->bhqk", a, b).sum()), a)
     assert {one.shapes[0][:2] for one in dots} == {(2, 2)}
@@ -347,7 +347,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("run", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_meant_is_refused(run, message):
+def test_what_cannot_be_meant_raises(run, message):
     with pytest.raises(Fp8Error, match=message) as caught:
         run()
     assert ("derivative" in message) == isinstance(caught.value, Fp8UnsupportedError)

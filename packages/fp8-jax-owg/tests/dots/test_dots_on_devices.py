@@ -104,7 +104,7 @@ PLACES = [(P("a"), P()), (P("a"), P(None, "b")), (P("a"), P("b")), (P(None), P(N
 
 
 @pytest.mark.matrix("each", product=[dot, transposed], places=PLACES)
-def test_products_on_explicit_meshes_are_those_of_one_device(explicit, product, places):
+def test_matmuls_on_explicit_meshes_are_those_of_one_device(explicit, product, places):
     x, w, meta = integers(8, 16), integers(16, 8, seed=1) / 2, owg.init_meta(SCALING)
     found = gradients(product)(*map(jax.device_put, (x, w), places), meta)
     assert_same(found, gradients(product)(x, w, meta))  # on every device the same
@@ -155,7 +155,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_the_rest_is_refused_on_explicit_meshes_with_the_remedy(explicit, what):
+def test_the_rest_raises_on_explicit_meshes_with_the_remedy(explicit, what):
     x, w = (jax.device_put(a, P("a")) for a in (integers(8, 16), integers(16, 8)))
     with pytest.raises(Fp8UnsupportedError, match=rf"{what} cannot run on .* explicit mesh axes, got a.*auto_axes"):
         REFUSED[what](x, w)

@@ -123,7 +123,7 @@ def converted(promote):
 
 @pytest.mark.own_trace
 @pytest.mark.parametrize("kind", [of_linen, converted])
-def test_float32_kernels_of_linen_are_cast_as_they_are_with_the_bits_of_bfloat16(as_on_gpu, kind):
+def test_float32_kernels_of_linen_are_cast_unchanged_with_the_bits_of_bfloat16(as_on_gpu, kind):
     ours = {} if kind is converted else {"promote_dtype": linen.promote_dtype}
     plain = {"promote_dtype": lambda *args, **options: dtypes.promote_dtype(*args, **options)}
     x = jnp.asarray(np.random.default_rng(0).standard_normal((32, 24)), jnp.bfloat16)
@@ -141,7 +141,7 @@ def test_float32_kernels_of_linen_are_cast_as_they_are_with_the_bits_of_bfloat16
 
 @pytest.mark.own_trace
 @pytest.mark.parametrize("scaling", [owg.DelayedScaling(), owg.CurrentScaling()])
-def test_float32_kernels_of_nnx_are_cast_as_they_are_with_the_bits_of_bfloat16(as_on_gpu, scaling):
+def test_float32_kernels_of_nnx_are_cast_unchanged_with_the_bits_of_bfloat16(as_on_gpu, scaling):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((32, 24)), jnp.bfloat16)
     results = []
     for changed in (True, False):

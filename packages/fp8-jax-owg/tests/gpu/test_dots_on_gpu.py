@@ -43,7 +43,7 @@ def step_on(platform, scaling, shape, dtype):
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.matrix("each", name=list(SCALINGS), shape=SHAPES, dtype=["bfloat16", "float32"])
-def test_products_are_those_of_the_cpu(name, shape, dtype, platform):
+def test_matmuls_are_those_of_the_cpu(name, shape, dtype, platform):
     _, results = step_on(platform, SCALINGS[name], shape, dtype)
     _, expected = step_on("cpu", SCALINGS[name], shape, dtype)
     share = 2.0**-7 if dtype == "bfloat16" else 2.0**-9

@@ -65,7 +65,7 @@ STATIC = Recipe(name="mine", input=CastRecipe(scaling="static", static_scale=2.0
         (16, "A recipe is a name"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_with_its_field(choice, message):
+def test_what_cannot_be_honoured_raises_with_its_field(choice, message):
     with pytest.raises(Fp8Error, match=message):
         jax_layers.dense(4, scaling=choice).init(KEY(0), sample())  # a partial makes the operation late
     with pytest.raises(Fp8Error, match=message):
@@ -218,7 +218,7 @@ def test_rules_choose_layers_and_recipes(model):
     assert not hasattr(other.blocks[0].dot_general, "scaling")
 
 
-def test_conversions_that_cannot_be_meant_are_refused(model):
+def test_conversions_that_are_invalid_raise(model):
     for rules in (["!*"], lambda layer, name: False):
         with pytest.raises(Fp8Error, match="No layer to convert among 9"):
             owg_nnx.convert_to_fp8(model, rules)
@@ -233,7 +233,7 @@ def test_conversions_that_cannot_be_meant_are_refused(model):
         owg_linen.convert_to_fp8(nn.Dense(4), ["!*"]).init(KEY(0), sample())
 
 
-def test_a_subclass_whose_calls_do_not_multiply_through_the_layer_is_refused():
+def test_a_subclass_whose_calls_do_not_multiply_through_the_layer_raises():
     class Own(nnx.Linear):
         def __call__(self, x):
             return x @ self.kernel[...]

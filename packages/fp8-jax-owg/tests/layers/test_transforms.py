@@ -116,7 +116,7 @@ def test_transforms_of_nnx_combine(how):
     np.testing.assert_array_equal(model.layer.dot_general.input_amax_history[...], [5, 0, 0])
 
 
-def test_a_penalty_over_all_variables_is_refused_and_over_parameters_alone_is_right():
+def test_a_penalty_over_all_variables_raises_and_over_parameters_alone_is_right():
     model = Model()
 
     def penalized(*kinds):
@@ -179,7 +179,7 @@ def test_a_bridge_to_linen_keeps_the_collection():
 # ---------------------------------------------------------------- programs that know nothing of the state
 
 
-def test_a_layer_of_flax_beside_one_of_ours_is_refused_in_one_sentence():
+def test_a_layer_of_flax_with_one_of_ours_raises_in_one_sentence():
     class Half(nn.Module):
         @nn.compact
         def __call__(self, x):

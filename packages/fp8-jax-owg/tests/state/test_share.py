@@ -37,7 +37,7 @@ HANDED_OVER = {
 
 
 @pytest.mark.parametrize("form", HANDED_OVER)
-def test_state_may_be_an_argument_of_its_own_beside_parameters(form):
+def test_state_may_be_an_argument_of_its_own_with_parameters(form):
     state, of = HANDED_OVER[form](start())
     step = jax.jit(owg.value_and_grad(lambda w, x, tree: (w * scan(of(tree), x), tree), (0, -1), has_aux=True))
     (_, returned), (_, gradient) = step(jnp.float32(1), XS, state)
@@ -154,13 +154,13 @@ def by_row(w):
 
 
 @pytest.mark.parametrize("how", SECOND)
-def test_derivatives_that_do_not_exist_are_refused_in_one_sentence(how):
+def test_derivatives_that_do_not_exist_raise_in_one_sentence(how):
     run, kind = SECOND[how]
     with pytest.raises(Fp8Error, match=f"has {kind} derivatives only"):
         run(jnp.eye(2))
 
 
-def test_linearize_beside_an_fp8_matmul_is_right():
+def test_linearize_with_an_fp8_matmul_is_right():
     """A matmul that is not differentiated is no obstacle."""
     value, tangent_of = jax.linearize(lambda x: product(variables()) * x, jnp.float32(3))
     assert (value, tangent_of(jnp.float32(1))) == (3 * product(variables()), product(variables()))
@@ -222,7 +222,7 @@ def test_an_error_of_the_loss_comes_through_and_says_what_state_is_not_for():
     [owg.state.share, owg.state.read, owg.state.unshare, lambda x: owg.state.gate(x, True), owg.grad(lambda x: 0.0)],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
-def test_state_of_other_dtypes_is_refused_with_the_remedy(function, dtype):
+def test_state_of_other_dtypes_raises_with_the_remedy(function, dtype):
     with pytest.raises(Fp8Error, match=rf"must be float32, got {dtype}.*cast_params"):
         function(owg.tree.Overwrite(jnp.ones(1, dtype)))
     with pytest.raises(Fp8Error, match=rf"must be float32, got {dtype}.*cast_params"):

@@ -1,8 +1,8 @@
 """Codes, scales and masters of twenty steps are those that were recorded, for any number of ranks.
 
 The values are drawn by NumPy, the gradients are set, and learning rate and momentum are powers of two: nothing in a
-step depends on how a processor rounds. `python packages/fp8-te-init/tests/behaviour/test_recorded_bits.py` records anew, which a
-change of any bit needs, and its commit should say why.
+step depends on how a processor rounds. `python packages/fp8-te-init/tests/behaviour/test_recorded_bits.py` records
+again, after a change of bits; its commit explains the change.
 """
 
 import json

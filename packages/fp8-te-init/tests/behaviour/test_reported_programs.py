@@ -206,7 +206,7 @@ def test_attributes_that_are_copied_to_shards_keep_no_whole_weight_alive(rank):
     assert state() is None
 
 
-def test_a_view_of_a_flat_buffer_is_refused_as_a_part_of_a_larger_one_is():
+def test_a_view_of_a_flat_buffer_raises_as_a_part_of_a_larger_one_is():
     net, bucket = built(), torch.ones(24 * 40)
     before = codes(net)
     with pytest.raises(Fp8Error, match="or a view of a flat one"):

@@ -34,7 +34,7 @@ def test_hybrid_shards_gather_and_train_the_bits_of_the_unsharded_model(rank, re
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @on_ranks(2)
-def test_what_is_gathered_stays_as_it_is_when_its_shard_is_written_to(rank, recipe):
+def test_what_is_gathered_stays_unchanged_when_its_shard_is_written_to(rank, recipe):
     model = shard(fti.convert_linear(plain_deep(widths=(24, 40, 60, 24)), recipe=recipe), 2)
     own = model[-1].weight
     model.unshard()

@@ -146,7 +146,7 @@ def doubled(net, group):
 
 
 @pytest.mark.parametrize("change", [lengthened, reshaped, doubled])
-def test_what_is_in_the_place_of_no_parameter_is_an_error_that_names_the_cure(change):
+def test_what_is_instead_of_no_parameter_is_an_error_that_names_the_cure(change):
     net = built()
     optimizer = masters_for(net)
     change(net, optimizer.param_groups[0])

@@ -77,7 +77,7 @@ def test_several_optimizers_of_one_model_are_seeded_together_whatever_holds_thei
     assert equal(found, [plain()[0].weight, plain()[0].weight, plain()[2].weight])
 
 
-def test_an_optimizer_without_masters_is_refused_or_left_alone():
+def test_an_optimizer_without_masters_raises_or_left_alone():
     net = built()
     optimizer = torch.optim.AdamW(net.parameters())
     with pytest.raises(fti.MissingInitError, match=r"use MasterOptimizer\(AdamW, model.parameters"):
@@ -244,7 +244,7 @@ def test_a_model_and_an_optimizer_of_different_steps_are_told_of(caplog):
     assert equal(codes(resumed), codes(net)), "the weights count"
 
 
-def test_checkpoints_of_optimizers_that_do_not_fit_are_refused():
+def test_checkpoints_of_optimizers_that_do_not_fit_raise():
     optimizer = masters_for(built())
     state = optimizer.state_dict()
     for wrong, told in (

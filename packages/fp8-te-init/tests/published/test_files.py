@@ -122,7 +122,7 @@ def test_what_the_file_does_not_quantize_loads_as_usual(tmp_path):
     assert len(published(model)) == 13
 
 
-def test_stacks_are_read_as_they_are_where_the_file_has_them(tmp_path):
+def test_stacks_are_read_unchanged_where_the_file_has_them(tmp_path):
     config = MOE | {"num_hidden_layers": 1}
     tensors = tensors_of(write(tmp_path / "single", config))
     twin = loaded(tmp_path / "single", config)
@@ -196,14 +196,14 @@ def fp8_norm_alone(tensors, config):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_cannot_be_loaded_is_refused_with_its_name(tmp_path, change, message):
+def test_what_cannot_be_loaded_raises_with_its_name(tmp_path, change, message):
     folder = write(tmp_path)
     changed(folder, change)
     with pytest.raises(Fp8Error, match=message):
         loaded(folder)
 
 
-def test_stacks_whose_halves_share_a_block_are_refused_by_name(tmp_path):
+def test_stacks_whose_halves_share_a_block_raise_by_name(tmp_path):
     config = MOE | {"moe_intermediate_size": 96}
     folder = write(tmp_path, config)
     with pytest.raises(Fp8UnsupportedError, match=r"model.layers.0.mlp.experts.gate_up_proj: 96 rows are no whole"):

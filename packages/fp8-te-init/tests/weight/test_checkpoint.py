@@ -164,7 +164,7 @@ def test_what_is_read_into_a_state_dict_of_shards_is_in_the_model(rank, tmp_path
         assert torch.equal(model(x), saved(x))
 
 
-def test_codes_that_were_read_without_their_scales_are_refused(tmp_path):
+def test_codes_that_were_read_without_their_scales_raise(tmp_path):
     net, saved = built(), built(seed=5)
     dcp.save(saved.state_dict(), checkpoint_id=tmp_path)
     state = {name: value for name, value in net.state_dict().items() if "scale" not in name}

@@ -68,7 +68,7 @@ def test_weights_are_broadcast_with_scales_and_starts(rank, recipe):
 
 
 @on_ranks(2)
-def test_collectives_that_codes_cannot_follow_are_refused_on_all_ranks(rank):
+def test_collectives_that_codes_cannot_follow_raise_on_all_ranks(rank):
     net = built()
     weight, before, group = net[0].weight.data, facts(net), dist.group.WORLD
     flat, parts = torch.empty(2 * weight.numel()), [torch.ones(40, 24)] * 2
@@ -95,7 +95,7 @@ def test_collectives_that_codes_cannot_follow_are_refused_on_all_ranks(rank):
 
 
 @on_ranks(2)
-def test_wrapping_after_seeding_or_with_other_casts_is_right_or_refused_on_all_ranks(rank):
+def test_wrapping_after_seeding_or_with_other_casts_is_right_or_rejected_on_all_ranks(rank):
     with pytest.raises(Fp8Error, match="differ in shape, rows or cast"):
         DistributedDataParallel(built("tensorwise" if rank else "rowwise"))
     other, alike = built(seed=rank), built()

@@ -238,7 +238,7 @@ REFUSED = {
 
 
 @on_ranks(4)
-def test_what_cannot_work_is_refused_on_all_ranks(rank):
+def test_what_cannot_work_raises_on_all_ranks(rank):
     sentences = {name: told(call, 4) for name, (call, _) in REFUSED.items()}
     assert [name for name, (_, wanted) in REFUSED.items() if wanted not in sentences[name]] == []
 
@@ -290,7 +290,7 @@ def test_the_dtype_of_a_sharded_model_changes_before_its_first_forward_or_never(
 
 @pytest.mark.parametrize("preserve", [True, False])
 @on_ranks(2)
-def test_a_copy_that_is_sent_in_the_place_of_a_written_shard_has_its_agreed_codes(rank, preserve):
+def test_a_copy_that_is_sent_instead_of_a_written_shard_has_its_agreed_codes(rank, preserve):
     """Under CPU offload FSDP2 copies a shard to the device first, and sends the copy."""
     model, reference = sharded(2, preserve=preserve), sharded(2, preserve=preserve)
     for each in (model, reference):

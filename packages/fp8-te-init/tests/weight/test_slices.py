@@ -132,7 +132,7 @@ WRONG = {
 
 
 @on_ranks(2)
-def test_slices_that_do_not_fit_are_refused_on_all_ranks_before_anything_is_written(rank):
+def test_slices_that_do_not_fit_raise_on_all_ranks_before_anything_is_written(rank):
     net = net_of("tensorwise")
     before = codes(net)
     rest = [weight.flatten().detach() * 1 for weight in weights(net)[1:]]
@@ -145,7 +145,7 @@ def test_slices_that_do_not_fit_are_refused_on_all_ranks_before_anything_is_writ
         assert equal(codes(net), before), name
 
 
-def test_weights_that_have_an_optimizer_or_cast_of_their_own_are_refused():
+def test_weights_that_have_an_optimizer_or_cast_of_their_own_raise():
     plain = nn.Linear(24, 200, bias=False)
     with pytest.raises(Fp8Error, match=r"takes whole FP8 weights of nn.Linear, got a Parameter of shape \(200, 24\)"):
         fti.quantize_master_weights([plain.weight], [torch.ones(4800)], [0])

@@ -301,7 +301,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("change", REFUSED)
-def test_what_cannot_be_right_is_refused(change):
+def test_what_cannot_be_right_raises(change):
     net, (do, told) = built(), REFUSED[change]
     before = net[0].weight.state.codes.clone()
     with pytest.raises(Fp8Error, match=told):
@@ -310,7 +310,7 @@ def test_what_cannot_be_right_is_refused(change):
         assert torch.equal(net[0].weight.state.codes, before)
 
 
-def test_the_backward_of_a_forward_before_a_step_is_refused_as_for_plain_weights():
+def test_the_backward_of_a_forward_before_a_step_raises_as_for_plain_weights():
     net = built()
     optimizer, late = masters_for(net), loss_of(net)
     step(net, optimizer)

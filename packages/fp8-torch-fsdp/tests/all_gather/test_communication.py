@@ -52,7 +52,7 @@ def test_one_byte_per_element_and_one_all_reduce(rank, recipe):
 
 
 @on_ranks(2)
-def test_blocks_of_columns_are_refused(rank):
+def test_blocks_of_columns_raise(rank):
     model = converted(nn.Sequential(nn.Linear(64, 64)), "mxfp8")
     columns = shard(model, shard_placement_fn=lambda p: Shard(p.ndim - 1))
     with pytest.raises(Fp8Error, match="Shard it along dimension 0"):

@@ -130,7 +130,7 @@ def test_nobody_waits_and_nothing_is_stale_when(rank, name):
 
 
 @on_ranks(4)
-def test_resharding_to_part_of_the_mesh_is_refused_on_all_ranks(rank):
+def test_resharding_to_part_of_the_mesh_raises_on_all_ranks(rank):
     model = converted(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)))
     fully_shard(model[0], mesh=mesh_of(), reshard_after_forward=2)
     fully_shard(model, mesh=mesh_of())

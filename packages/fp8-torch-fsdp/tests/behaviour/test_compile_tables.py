@@ -160,7 +160,7 @@ def test_row(run_ranks, full, row, recipe):
             assert reduces == (ROWS[row].gathers > 0)
 
 
-def test_compiled_layers_refuse_delayed_scales_that_nobody_synchronized():
+def test_compiled_layers_reject_delayed_scales_that_nobody_synchronized():
     model = build("none", "tensorwise_delayed", make=lambda: Model(blocks=1))
     compiled(model, ROWS["block"], CapturedGraphs())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

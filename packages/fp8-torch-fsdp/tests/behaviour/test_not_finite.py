@@ -42,7 +42,7 @@ def test_float16_skips_the_steps_that_plain_fsdp2_skips(rank, name):
     assert losses[-1] < losses[0] / 8
 
 
-def test_products_under_float16_autocast_do_not_overflow_by_themselves():
+def test_matmuls_under_float16_autocast_do_not_overflow_by_themselves():
     """The emulation multiplies codes; their sums, which reach millions, must not be rounded to float16."""
     model = converted(not_finite.plain_layers(), "tensorwise")
     twin = copy.deepcopy(model)

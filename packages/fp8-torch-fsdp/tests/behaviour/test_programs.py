@@ -90,7 +90,7 @@ MOMENTS = {
     recipe=["tensorwise_delayed", "tensorwise", "rowwise", "blockwise"],
     ranks=[2, 0, 3],
 )
-def test_no_weight_is_stale_whoever_writes_to_it(run_ranks, write, moment, recipe, ranks):
+def test_no_weight_is_stale_any_writer_writes_to_it(run_ranks, write, moment, recipe, ranks):
     if write == "load by to_empty":  # which empties gradients and the buffers of delayed scales too
         moment, recipe = "after a step", "tensorwise"
     ranks = 2 if "collective" in write else ranks

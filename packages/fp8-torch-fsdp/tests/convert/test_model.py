@@ -49,7 +49,7 @@ def test_ties_survive_conversion_moves_and_unconvert():
         assert type(model[0].weight) is nn.Parameter
 
 
-def test_ties_across_calls_or_casts_are_refused():
+def test_ties_across_calls_or_casts_raise():
     model = tied()
     converted(model[0])
     with pytest.raises(Fp8Error, match="in one call"):
@@ -98,7 +98,7 @@ def test_subclasses_keep_their_children_and_their_own_forward():
 
 
 @pytest.mark.parametrize("parametrize", [parametrizations.weight_norm, parametrizations.spectral_norm])
-def test_parametrized_layers_are_refused_unless_filtered(parametrize):
+def test_parametrized_layers_raise_unless_filtered(parametrize):
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": parametrize(nn.Linear(8, 8))})
     with pytest.raises(Fp8Error, match=r"b .*parametrized.*module_filter_fn"):
         converted(model)
@@ -162,7 +162,7 @@ def test_an_optimizer_that_was_made_too_early_does_not_step(replace):
 
 
 @on_ranks(2)
-def test_an_optimizer_made_between_conversion_and_sharding_is_refused(rank):
+def test_an_optimizer_made_between_conversion_and_sharding_raises(rank):
     model = converted(one())
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     fully_shard(model, mesh=mesh_of())

@@ -157,7 +157,7 @@ def test_adapters_stay_wide_whatever_the_filter_says(names, caplog):
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp8"])
 @pytest.mark.parametrize("made", [False, True])
-def test_fp8_of_accelerate_is_refused(made, precision, monkeypatch):
+def test_fp8_of_accelerate_raises(made, precision, monkeypatch):
     """The real one is in tests/ecosystem/test_with_trainers.py."""
     state = SimpleNamespace(
         is_initialized=lambda: made,

@@ -267,7 +267,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("index", range(len(REFUSED)))
 @on_ranks(2)
-def test_recipes_that_cannot_take_codes_are_refused_by_name(rank, index):
+def test_recipes_that_cannot_take_codes_raise_by_name(rank, index):
     recipe, why = list(REFUSED.items())[index]
     x, chosen, _ = inputs(rank, 2)
     experts = layer(rank, recipe)
@@ -280,7 +280,7 @@ def test_recipes_that_cannot_take_codes_are_refused_by_name(rank, index):
     assert why in str(caught.value)
 
 
-def test_mx_and_experts_in_high_precision_are_refused():
+def test_mx_and_experts_in_high_precision_raise():
     assert "dynamic mx scaling" in f8.Float8LinearConfig(recipe="mxfp8").row_codes_obstacle
     with pytest.raises(Fp8Error, match=r"sends rows to experts in FP8, got Experts\. Convert"):
         f8.dispatch_tokens(torch.randn(2, WIDTH), torch.zeros(2, 1, dtype=torch.int64), Experts(2), None)
@@ -319,7 +319,7 @@ def test_bad_input_of_one_rank_is_the_same_error_on_all(run_ranks, name):
 
 
 @on_ranks(2)
-def test_another_number_of_rows_is_refused(rank):
+def test_another_number_of_rows_raises(rank):
     x, chosen, _ = inputs(rank, 2)
     tokens = f8.dispatch_tokens(x, chosen, layer(rank), dist.group.WORLD)
     with pytest.raises(Fp8Error, match=r"combine expects \[\d+, out_features\], got"):

@@ -193,7 +193,7 @@ def test_torchtitans_dispatcher_without_expert_parallelism_stays_local(rank):
     ("recipe", "why"),
     [("tensorwise", "dynamic tensorwise scaling"), ("rowwise_with_gw_hp", "in high precision"), (None, "not in FP8")],
 )
-def test_torchtitans_experts_that_cannot_take_codes_are_refused(recipe, why):
+def test_torchtitans_experts_that_cannot_take_codes_raise(recipe, why):
     model = nn.ModuleList([RoutedExperts(2, AllToAllTokenDispatcher(2, TOP))])
     model = model if recipe is None else mixture(RoutedExperts, 2, recipe)
     with pytest.raises(Fp8Error, match=f"The module of experts 0 cannot take rows that arrive as FP8 codes.*: .*{why}"):
@@ -264,7 +264,7 @@ def test_projections_that_are_stacked_in_experts_are_gathered_in_high_precision(
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_weights_that_are_cut_within_experts_are_refused(recipe):
+def test_weights_that_are_cut_within_experts_raise(recipe):
     from tests.helpers.ranks import fake_ranks
 
     with fake_ranks(2):

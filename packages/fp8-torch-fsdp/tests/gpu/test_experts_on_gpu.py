@@ -77,7 +77,7 @@ def close(got, want):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.matrix(recipe=RECIPES, sizes=list(SIZES), width=[128, 40])
-def test_products_are_those_of_a_cpu(recipe, sizes, width, device):
+def test_matmuls_are_those_of_a_cpu(recipe, sizes, width, device):
     """A width of 40 is none that FP8 hardware takes for groups."""
     if (recipe, width) != ("blockwise", 40):
         found, wanted = (

@@ -70,7 +70,7 @@ def training_step(model, x, optimizer=None):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.matrix(recipe=RECIPES, shape=SHAPES, dtype=DTYPES)
-def test_products_are_those_of_emulation(recipe, shape, dtype, device):
+def test_matmuls_are_those_of_emulation(recipe, shape, dtype, device):
     *rows, columns, features = shape
     if recipe == "mxfp8":  # blocks along every dimension that a matmul contracts
         *rows, columns, features = (-(-size // 32) * 32 for size in shape)
@@ -213,7 +213,7 @@ except Fp8UnsupportedError as error:
 
 
 @pytest.mark.gpu
-def test_a_capture_without_a_step_before_it_is_refused():
+def test_a_capture_without_a_step_before_it_raises():
     """In a process of its own, where no kernel was launched before."""
     assert "before the capture" in python("-c", CAPTURE, Path(__file__).parent)
 

@@ -268,7 +268,7 @@ def test_a_filter_leaves_out_experts_with_few_rows(rows, kept):
     assert keep(nn.Linear(4096, 4096, device="meta"), "dense")
 
 
-def test_negative_numbers_of_rows_are_refused():
+def test_negative_numbers_of_rows_raise():
     with pytest.raises(Fp8Error, match="rows_per_expert must be a number of rows, at least 0, got -1"):
         f8.auto_filter_for_recipe("rowwise", rows_per_expert=-1)
 
@@ -289,7 +289,7 @@ def test_rules_give_experts_a_recipe_of_their_own():
     assert not list(low.experts.children())
 
 
-def test_what_does_not_fit_is_refused():
+def test_what_does_not_fit_raises():
     wrong = {Experts: f8.ExpertLayout(forward=Experts.forward, weights=("up", "side"))}
     with pytest.raises(Fp8Error, match=rf"got up \[3, {HIDDEN}, {DIM}\], side missing"):
         f8.convert_to_float8_training(Mixture(3), experts=wrong)

@@ -160,7 +160,7 @@ def test_under_autocast_inputs_are_bfloat16():
         assert module(torch.randn(4, FEATURES), torch.tensor([1, 2, 3, 4])).dtype == torch.bfloat16
 
 
-def test_what_does_not_fit_is_refused():
+def test_what_does_not_fit_raises():
     x, ends = torch.randn(4, FEATURES).bfloat16(), torch.tensor([1, 2, 3, 4])
     module = low("rowwise", apart=True)
     with pytest.raises(Fp8Error, match="'other' is no weight"):

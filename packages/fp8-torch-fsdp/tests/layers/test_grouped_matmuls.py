@@ -134,13 +134,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), REFUSED, ids=[message for *_, message in REFUSED])
-def test_what_does_not_fit_is_refused(arguments, error, message):
+def test_what_does_not_fit_raises(arguments, error, message):
     low = converted(stack(3, 16, 16))
     with pytest.raises(error, match=message):
         (low.expert_matmul if len(arguments) == 3 else low)(*arguments)
 
 
-def test_function_transforms_and_second_derivatives_are_refused():
+def test_function_transforms_and_second_derivatives_raise():
     low, x, ends = converted(stack(2, 16, 16)), torch.randn(4, 16, requires_grad=True), torch.tensor([2, 4])
     with pytest.raises(Fp8UnsupportedError, match=r"torch\.func"):
         torch.func.vmap(lambda x: low(x, ends))(torch.randn(3, 4, 16))
@@ -160,7 +160,7 @@ def test_autocast_and_the_meta_device_are_those_of_linear_layers():
 
 
 @pytest.mark.matrix("each", recipe=RECIPES, transposed=[True, False])
-def test_compiled_products_are_one_graph_and_the_same_bits(recipe, transposed):
+def test_compiled_matmuls_are_one_graph_and_the_same_bits(recipe, transposed):
     models = [converted(stack(3, 48, 32, transposed=transposed), recipe) for _ in range(2)]
     functions = [models[0], torch.compile(models[1], fullgraph=True, backend="aot_eager")]
     results = []

@@ -34,7 +34,7 @@ def run(model, x, upstream):
 
 
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
-def test_emulated_products_agree_with_the_scaled_product(granularity):
+def test_emulated_matmuls_agree_with_the_scaled_matmul(granularity):
     """`scaled_mm` of a CPU multiplies the same operands."""
     if granularity == "rowwise" and torch.__version__ < "2.13":
         pytest.skip("torch takes row scales on CPU from torch 2.13 on")

@@ -138,7 +138,7 @@ def test_a_stale_scale_is_nan_on_a_gpu_because_an_assertion_would_end_the_proces
 
 
 @KINDS
-def test_state_survives_copies_and_round_trips_and_without_it_scales_start_anew(make):
+def test_state_survives_copies_and_round_trips_and_without_it_scales_start_again(make):
     model, other = make(), make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -161,7 +161,7 @@ def test_state_survives_copies_and_round_trips_and_without_it_scales_start_anew(
     assert not list(plain.children())
 
 
-def test_an_edited_stack_takes_the_scale_of_the_edited_expert_anew():
+def test_an_edited_stack_takes_the_scale_of_the_edited_expert_again():
     low = stack()
     optimizer = torch.optim.SGD(low.parameters(), lr=0.0)
     for _ in range(2):

@@ -101,7 +101,7 @@ REFUSALS = ("modified by an inplace operation", "scale of a weight of shape")
     part=range(PARTS),
 )
 @on_ranks(2)
-def test_a_traceable_model_does_the_same_or_refuses(rank, recipe, recompute, compiled, part):
+def test_a_traceable_model_does_the_same_or_rejects(rank, recipe, recompute, compiled, part):
     setting = Setting(recipe=recipe, rank=rank, recompute=recompute, kind="traceable", compiled=compiled)
     found = {name: outcome(setting, name) for name in part_of(part)}
     assert "wrong" not in found.values(), found

@@ -164,7 +164,7 @@ def caught(call):
 
 @pytest.mark.matrix(recipe=RECIPES, gather=[True, False], original=[True, False])
 @on_ranks(2)
-def test_fsdp1_is_refused_by_its_name_unless_nothing_of_ours_depends_on_it(rank, recipe, gather, original):
+def test_fsdp1_raises_by_its_name_unless_nothing_of_ours_depends_on_it(rank, recipe, gather, original):
     """FSDP1 gathered weights in high precision in silence, or raised an error about something else."""
     model, twin = converted(recipe, all_gather=gather), converted(recipe)
 
@@ -180,7 +180,7 @@ def test_fsdp1_is_refused_by_its_name_unless_nothing_of_ours_depends_on_it(rank,
 
 
 @on_ranks(2)
-def test_delayed_scaling_is_refused_where_ranks_end_one_after_the_other(rank):
+def test_delayed_scaling_raises_where_ranks_end_one_after_the_other(rank):
     model = DistributedDataParallel(converted("tensorwise_delayed"))
     with model.join():
         assert "join()" in caught(lambda: model(batch(rank, 0)))
@@ -197,7 +197,7 @@ def test_who_trains_past_the_wrapper_is_warned(rank):
 
 
 @on_ranks(2)
-def test_an_optimizer_of_gathered_parameters_is_refused(rank):
+def test_an_optimizer_of_gathered_parameters_raises(rank):
     """Made after an evaluation it held the gathered parameters of the root and trained none of them, in silence."""
     model = nn.Sequential(converted("tensorwise"), nn.Linear(64, 8))
     mesh = init_device_mesh("cpu", (2,))

@@ -155,7 +155,7 @@ def test_equals(rank, name, recipe):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "tensorwise_delayed", "rowwise"])
 @on_ranks(2)
-def test_activations_and_gradients_travel_in_fp8(rank, recipe):
+def test_activations_and_gradients_are_sent_in_fp8(rank, recipe):
     model = parallel(converted(seeded(transformer), recipe), meshes(1, 2), "sequence")
     for step in range(2):
         x = sequences(rank, step, 2, "sequence").requires_grad_()
@@ -283,7 +283,7 @@ def refusals(rank, world_size):
     return told
 
 
-def test_what_cannot_be_parallel_is_refused_with_one_sentence_on_all_ranks(run_ranks):
+def test_what_cannot_be_parallel_raises_with_one_sentence_on_all_ranks(run_ranks):
     first, *others = run_ranks(4, refusals)
     assert others == [first] * 3
     assert [words for words, text in zip(REFUSED, first, strict=True) if words.removeprefix("use ") not in text] == []

@@ -102,7 +102,7 @@ def test_tied_weights_share_shard_and_scale(rank):
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @on_ranks(2)
-def test_weights_travel_in_fp8_in_both_directions_and_are_gathered_copy_in_backward(rank, recipe, fp8):
+def test_weights_are_sent_in_fp8_in_both_directions_and_are_gathered_copy_in_backward(rank, recipe, fp8):
     model = f8.fully_shard_traceable(low(recipe, functools.partial(net, "even shards"), gather=fp8))
     train(model, rank, 1, inputs=tokens)
     with CollectiveCounter() as forward:
