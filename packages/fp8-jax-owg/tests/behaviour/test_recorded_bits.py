@@ -1,8 +1,9 @@
 """Losses, kernel gradients and next states of every layer and operation: equal to `recorded_bits.npz`, bit for bit.
 
 With `--xla_allow_excess_precision=false`, which the tests of this package pin: XLA for CPUs otherwise leaves bfloat16
-results in float32 wherever it fuses them, and two programs of one meaning differ. An intended change of numbers is recorded
-by `RECORD_BITS=1 pytest packages/fp8-jax-owg/tests/behaviour/test_recorded_bits.py`, in the commit that explains it.
+results in float32 wherever it fuses them, and two programs of one meaning differ. An intended change of numbers is
+recorded by `RECORD_BITS=1 pytest packages/fp8-jax-owg/tests/behaviour/test_recorded_bits.py`, in the commit that
+explains it.
 
 Sizes and numbers are small, so that sums are exact in whatever order a processor adds them.
 """
