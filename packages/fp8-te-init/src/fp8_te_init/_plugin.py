@@ -2,6 +2,7 @@
 
 from fp8_common.hardware import GATHER, matmul_path
 from fp8_common.plugin import Machine, PluginInfo
+from fp8_te_init import __version__
 
 
 def describe(machine: Machine) -> PluginInfo:
@@ -10,7 +11,7 @@ def describe(machine: Machine) -> PluginInfo:
     mx = machine.plugin_path("mx", "unavailable", "Weights of nn.Linear have no MX scales; TransformerEngine's may.")
     return PluginInfo(
         name="fp8-te-init",
-        version="0.1.0",
+        version=__version__,
         summary="FP8 primary weights whose FP32 masters start from the values before rounding.",
         paths=(*(matmul_path(machine.accelerator, granularity) for granularity in granularities), mx, GATHER),
     )

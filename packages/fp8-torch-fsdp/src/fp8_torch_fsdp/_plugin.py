@@ -2,6 +2,7 @@
 
 from fp8_common.hardware import GATHER, grouped_path, matmul_path
 from fp8_common.plugin import Machine, PluginInfo
+from fp8_torch_fsdp import __version__
 
 GRANULARITIES = ("tensorwise", "rowwise", "blockwise_1x128")
 """Granularities of this package's recipes; blocks of 1x128 are multiplied by blocks of 128x128."""
@@ -13,7 +14,7 @@ def describe(machine: Machine) -> PluginInfo:
     products = (matmul_path(machine.accelerator, granularity) for granularity in GRANULARITIES)
     return PluginInfo(
         name="fp8-torch-fsdp",
-        version="0.1.0",
+        version=__version__,
         summary="FP8 linear layers for PyTorch; FSDP2 all-gathers their weights as one byte per element.",
         paths=(*products, mx, grouped_path(machine.accelerator), GATHER),
         certify="fp8_torch_fsdp._certify:certificates",
