@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         known = [*self.options, *re.findall(r"[\w-]+", choices)]
         # argparse's sentences end with the user's words
         given = told.partition(": ")[2].replace("invalid choice:", "").replace("'", "").split()
-        near = [found for word in given for found in difflib.get_close_matches(word.partition("=")[0], known, 1)]
+        near = [match for word in given for match in difflib.get_close_matches(word.partition("=")[0], known, 1)]
         hint = f" Did you mean {near[0]}?" if near else ""
         self.exit(2, f"{self.prog}: {message.rstrip('.')}.{hint} See {self.prog} --help.\n")
 
@@ -152,11 +152,13 @@ def _certify(options: argparse.Namespace) -> int:
     logging.disable(logging.WARNING)  # of models that are made and thrown away
     try:
         target = options.target
-        found = {target: from_file(target, properties)} if target else _made(rows(properties))
+        certificates = {target: from_file(target, properties)} if target else _made(rows(properties))
     finally:
         logging.disable(logging.NOTSET)
-    facts = {name: {each: dataclasses.asdict(answer) for each, answer in row.items()} for name, row in found.items()}
-    told = [table(found, properties), "", *engines(found), "", *explanations(found)]
+    facts = {
+        name: {each: dataclasses.asdict(answer) for each, answer in row.items()} for name, row in certificates.items()
+    }
+    told = [table(certificates, properties), "", *engines(certificates), "", *explanations(certificates)]
     _write(facts if options.json else "\n".join(told))
     return 0
 
@@ -166,17 +168,17 @@ def _made(makers: Iterable[tuple[str, Callable[[], Any]]]) -> dict[str, Any]:
 
     A terminal shows which one runs, and about how long it takes.
     """
-    named, found, began = list(makers), {}, time.monotonic()
+    named, certificates, began = list(makers), {}, time.monotonic()
     for count, (name, make) in enumerate(named):
         if sys.stderr.isatty():
             left = (time.monotonic() - began) * (len(named) - count) / count if count else 0.0
             told = f", about {left:.0f} s left" * bool(count)
             sys.stderr.write(f"\r\x1b[K{count + 1} of {len(named)}: {name}{told}")
             sys.stderr.flush()
-        found[name] = make()
+        certificates[name] = make()
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
-    return found
+    return certificates
 
 
 def _doctor(options: argparse.Namespace) -> int:

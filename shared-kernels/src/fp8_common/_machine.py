@@ -159,11 +159,11 @@ def libraries(torch: Any) -> dict[str, str]:
 
     Unknown ones are left out.
     """
-    found = {"driver": next(iter(_answer_of(DRIVER).split()), None)}
+    versions = {"driver": next(iter(_answer_of(DRIVER).split()), None)}
     for name, ask in LIBRARIES.items():
         with contextlib.suppress(Exception):  # of builds that lack it
-            found[name] = ask(torch)
-    return {name: version for name, version in found.items() if version}
+            versions[name] = ask(torch)
+    return {name: version for name, version in versions.items() if version}
 
 
 def _parts_of_cudnn(version: int) -> tuple[int, int, int]:
@@ -225,12 +225,12 @@ def _torch_devices(torch: Any) -> list[Device]:
 
 def _jax_devices(jax: Any) -> list[Device]:
     devices = []
-    for found in jax.devices():
-        if found.platform == "cpu":
+    for gpu in jax.devices():
+        if gpu.platform == "cpu":
             continue
-        capability = parse_version(str(getattr(found, "compute_capability", "")))
-        kind = "nvidia" if capability else "tpu" if found.platform == "tpu" else "other"
-        devices.append(Device(kind=kind, name=found.device_kind, capability=capability))
+        capability = parse_version(str(getattr(gpu, "compute_capability", "")))
+        kind = "nvidia" if capability else "tpu" if gpu.platform == "tpu" else "other"
+        devices.append(Device(kind=kind, name=gpu.device_kind, capability=capability))
     return devices
 
 
@@ -293,12 +293,12 @@ def gpu_named(name: str) -> Device:
     """
     known = load_status()["gpus"]
     wanted = _plain(name)
-    found = [gpu for gpu in known if _plain(gpu["name"]) == wanted] or [
+    matches = [gpu for gpu in known if _plain(gpu["name"]) == wanted] or [
         gpu for gpu in known if wanted and wanted in _plain(gpu["name"])
     ]
-    if len(found) != 1:
+    if len(matches) != 1:
         raise Fp8Error(f"{name!r} is none of the GPUs {', '.join(gpu['name'] for gpu in known)}.")
-    return _gpu_device(found[0])
+    return _gpu_device(matches[0])
 
 
 def gpu_entry(device: Device) -> dict[str, Any] | None:
@@ -306,9 +306,11 @@ def gpu_entry(device: Device) -> dict[str, Any] | None:
 
     Name, target, links, ran.
     """
-    own = _plain(device.name)
-    found = [gpu for gpu in load_status()["gpus"] if _plain(gpu["name"]) in own and gpu["target"] in _targets(device)]
-    return max(found, key=lambda gpu: len(gpu["name"])) if found else None  # "L40S" before "L4"
+    plain_name = _plain(device.name)
+    matches = [
+        gpu for gpu in load_status()["gpus"] if _plain(gpu["name"]) in plain_name and gpu["target"] in _targets(device)
+    ]
+    return max(matches, key=lambda gpu: len(gpu["name"])) if matches else None  # "L40S" before "L4"
 
 
 def gpu_table() -> list[tuple[str, ...]]:

@@ -23,8 +23,8 @@ def _decoder(
 
 def _experts(count: int, chosen: int, hidden: int | None = None) -> dict[str, Any]:
     """Return the fields of experts that replace the gated linear unit."""
-    own = {} if hidden is None else {"moe_intermediate_size": hidden}
-    return {"num_experts": count, "num_experts_per_tok": chosen} | own
+    fields = {} if hidden is None else {"moe_intermediate_size": hidden}
+    return {"num_experts": count, "num_experts_per_tok": chosen} | fields
 
 
 LLAMA2, LLAMA3, QWEN3, TIED = 32000, 128256, 151936, {"tie_word_embeddings": True}

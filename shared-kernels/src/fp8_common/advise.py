@@ -195,14 +195,14 @@ class ModelShape:
         width, heads = config["hidden_size"], config["num_attention_heads"]
         head = config.get("head_dim") or width // heads
         attention = 2 * width * head * (heads + (config.get("num_key_value_heads") or heads))
-        one = 3 * width * config[gated]
-        shared = one * (config.get("n_shared_experts") or 0)
+        expert = 3 * width * config[gated]
+        shared = expert * (config.get("n_shared_experts") or 0)
         shared += 3 * width * (config.get("shared_expert_intermediate_size") or 0)
         return cls(
             blocks=config["num_hidden_layers"],
             width=width,
-            weights=attention + (experts * one + shared if experts else one),
-            active=attention + (config["num_experts_per_tok"] * one + shared if experts else one),
+            weights=attention + (experts * expert + shared if experts else expert),
+            active=attention + (config["num_experts_per_tok"] * expert + shared if experts else expert),
             vocabulary=config["vocab_size"] * (1 if config.get("tie_word_embeddings") else 2),
             rows_per_expert=config["num_experts_per_tok"] / experts if experts else 0.0,
         )
@@ -448,14 +448,14 @@ def _devices(count: int) -> str:
 def report(job: Job) -> str:
     """Return recommendation, Python lines and a table."""
     advice, estimates = advise(job)
-    best = next(one.choice for one in estimates if advice.startswith(f"Take {one.choice.name}:"))
+    best = next(option.choice for option in estimates if advice.startswith(f"Take {option.choice.name}:"))
     code = [line for line in (best.before, "fully_shard(model)  # and its blocks", best.after) if line]
     code = ["", *(f"    {line}" for line in code)] if len(code) > 1 else []
     lines = [f"{'configuration':<47}{'step':>10}{'speed-up':>10}{'exposed':>10}{'casts':>10}"]
-    for one in estimates:
-        times = "".join(f"{1e3 * seconds:>7.0f} ms" for seconds in (one.exposed, one.casts))
-        speed_up = estimates[0].seconds / one.seconds
-        lines.append(f"{one.choice.name:<47}{1e3 * one.seconds:>7.0f} ms{speed_up:>9.2f}x{times}")
+    for option in estimates:
+        times = "".join(f"{1e3 * seconds:>7.0f} ms" for seconds in (option.exposed, option.casts))
+        speed_up = estimates[0].seconds / option.seconds
+        lines.append(f"{option.choice.name:<47}{1e3 * option.seconds:>7.0f} ms{speed_up:>9.2f}x{times}")
     size = f"{job.shape.parameters / 1e9:.2f} billion parameters on {_devices(job.ranks)}"
     state = f"{memory(job) / 1e9:.2f} GB a device before activations"
     return "\n".join([advice, *code, "", f"{size}, modelled, not measured; {state}", *lines])
@@ -464,7 +464,7 @@ def report(job: Job) -> str:
 def facts(job: Job) -> dict[str, Any]:
     """Return advice, job and estimates as JSON can carry them."""
     advice, estimates = advise(job)
-    rows = [dataclasses.asdict(one) | {"seconds": one.seconds} for one in estimates]
+    rows = [dataclasses.asdict(option) | {"seconds": option.seconds} for option in estimates]
     told = {"advice": advice, "job": dataclasses.asdict(job), "memory": memory(job), "estimates": rows}
     if math.isinf(told["job"]["accelerator"]["memory"]):
         told["job"]["accelerator"]["memory"] = None  # JSON has no infinity

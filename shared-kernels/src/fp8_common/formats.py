@@ -158,10 +158,10 @@ def get_data_format(fmt: str | Format) -> Format:
     Raises:
         Fp8Error: The name belongs to no format, or to E8M0.
     """
-    found = get_format(fmt)
-    if found == E8M0:
+    form = get_format(fmt)
+    if form == E8M0:
         raise Fp8Error(
             "E8M0 holds block scales, not data. Quantize data to one of "
             f"{', '.join(f.name for f in DATA_FORMATS)}; make E8M0 scales with amax_to_e8m0."
         )
-    return found
+    return form

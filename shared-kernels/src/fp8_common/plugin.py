@@ -79,9 +79,9 @@ def discover(
         machine: Facts about this machine, passed to the plugins.
         entry_points: The entry points to load; None finds the installed ones.
     """
-    found = importlib.metadata.entry_points(group=GROUP) if entry_points is None else entry_points
+    entries = importlib.metadata.entry_points(group=GROUP) if entry_points is None else entry_points
     # Sorted, because the order of entry points follows the folders on the path.
-    return tuple(_ask(entry, machine) for entry in sorted(found, key=lambda entry: (entry.name, entry.value)))
+    return tuple(_ask(entry, machine) for entry in sorted(entries, key=lambda entry: (entry.name, entry.value)))
 
 
 def version_conflict(name: str, version: str) -> str | None:

@@ -101,8 +101,8 @@ def fp8_all_gather(
     array = as_operand(x, "x")
     refuse_explicit_axes("fp8_all_gather", array)
     meta: Any = None if scale is None else {"kernel_scale": scale, "kernel_amax_history": amax_history}
-    found, live = match_state(meta, scaling, ("kernel",))
-    if found.by_row:
+    settings, live = match_state(meta, scaling, ("kernel",))
+    if settings.by_row:
         raise Fp8Error('fp8_all_gather has one scale per parameter: use CurrentScaling(granularity="tensor").')
     how = _Gather(
         axis_name=axis_name if axis_name is None or isinstance(axis_name, str) else tuple(axis_name),
@@ -110,7 +110,7 @@ def fp8_all_gather(
         sharded=sharding,
         # `PartitionSpec()` replicates: every device has the whole parameter.
         gathered=gathered or (sharding and NamedSharding(sharding.mesh, PartitionSpec())),
-        scaling=found,
+        scaling=settings,
     )
     return _gather(how, array, live.get("kernel"))
 

@@ -40,13 +40,13 @@ def upgrade(saved: Any, variables: Any, *, scales: ScaleConvention = "dequantize
     """
     if scales not in CONVENTIONS:
         raise Fp8Error(f"scales must be one of {', '.join(CONVENTIONS)}, got {scales!r}.")
-    found = dict(zip(names_of(saved), jax.tree.leaves(saved), strict=True))
+    saved_leaves = dict(zip(names_of(saved), jax.tree.leaves(saved), strict=True))
     wanted, structure = jax.tree.flatten(variables)
     flags = owg_flags(variables)
     leaves = []
     for name, leaf, overwritten in zip(names_of(variables), wanted, flags, strict=True):
         take = _take_overwritten if overwritten else _take_parameter
-        leaves.append(take(name, found.get(name), leaf, scales))
+        leaves.append(take(name, saved_leaves.get(name), leaf, scales))
     return structure.unflatten(leaves)
 
 

@@ -116,21 +116,21 @@ def _differentiate(
     asked = (argnums,) if isinstance(argnums, int) else argnums
     # negative numbers count from the last argument; JAX raises if one is out of range
     numbers = [number + len(args) if -len(args) <= number < 0 else number for number in asked]
-    chosen = [args[number] for number in numbers]
-    leaves, structure = jax.tree.flatten(chosen)
-    state = [i for i, flag in enumerate(owg_flags(chosen)) if flag]
-    own = _adopt_mapping([check_float32(leaves[i]) for i in state], (args, kwargs))
-    for i, leaf in zip(state, own, strict=True):
+    differentiated = [args[number] for number in numbers]
+    leaves, structure = jax.tree.flatten(differentiated)
+    state = [i for i, flag in enumerate(owg_flags(differentiated)) if flag]
+    state_leaves = _adopt_mapping([check_float32(leaves[i]) for i in state], (args, kwargs))
+    for i, leaf in zip(state, state_leaves, strict=True):
         leaves[i] = leaf
-    found = [place for place in find_pairs(chosen) if is_at_rest(take(leaves, place))]
-    pairs = [take(leaves, place) for place in found]
+    stored_pairs = [place for place in find_pairs(differentiated) if is_at_rest(take(leaves, place))]
+    pairs = [take(leaves, place) for place in stored_pairs]
     # histories are constants of the loss, and the gradient of a pair is its live leaf's
-    constants = {place.history: leaves[place.history] for place in found}
+    constants = {place.history: leaves[place.history] for place in stored_pairs}
     shared = [i for i in state if i not in constants]
     entered = [None if i in constants else leaf for i, leaf in enumerate(leaves)]
-    for place, leaf in zip(found, make_live(pairs), strict=True):
+    for place, leaf in zip(stored_pairs, make_live(pairs), strict=True):
         entered[place.scale] = leaf
-    live = {place.scale for place in found}
+    live = {place.scale for place in stored_pairs}
 
     def with_state(values: list[Any]) -> Any:
         whole = [constants.get(i, value) for i, value in enumerate(values)]
@@ -148,8 +148,8 @@ def _differentiate(
         value, gradients = jax.value_and_grad(loss, has_aux=has_aux)(values)
         for i in set(shared) - live:
             gradients[i] = cotangents.zero_where_nothing(gradients[i])
-        seen = to_gradient(pairs, [gradients[place.scale] for place in found])
-        for place, pair in zip(found, seen, strict=True):
+        seen = to_gradient(pairs, [gradients[place.scale] for place in stored_pairs])
+        for place, pair in zip(stored_pairs, seen, strict=True):
             gradients[place.scale], gradients[place.history] = pair
         return value, gradients
 

@@ -70,14 +70,14 @@ def _parts(tree: Any, trained: Sequence[str] | None) -> tuple[Any, Any, Any]:
     parameters, overwritten = split(tree)
     if not is_variables(tree):
         return parameters, overwritten, jax.tree.map(lambda _: None, parameters)
-    chosen = [name for name in tree if jax.tree.leaves(parameters[name])] if trained is None else trained
-    if trained is None and (others := [name for name in chosen if name != "params"]):
+    names = [name for name in tree if jax.tree.leaves(parameters[name])] if trained is None else trained
+    if trained is None and (others := [name for name in names if name != "params"]):
         raise Fp8Error(
             f"The optimizer got {', '.join(map(repr, others))} in addition to 'params'. Moments and weight decay are "
             "wrong for batch statistics and caches: pass trained=('params',), and the others keep their values; or "
             "name in trained all collections that are trained."
         )
-    is_trained = jax.tree_util.tree_map_with_path(lambda path, _: path[0].key in chosen, parameters)
+    is_trained = jax.tree_util.tree_map_with_path(lambda path, _: path[0].key in names, parameters)
     part = lambda wanted: jax.tree.map(lambda flag, x: x if flag is wanted else None, is_trained, parameters)  # noqa: E731
     return part(True), overwritten, part(False)
 

@@ -223,14 +223,14 @@ def pipeline(
         # The roll has moved the last stage's result to the first: the new input replaces it.
         activations = jax.tree.map(lambda h, first: h.at[0].set(first), activations, _first(x, stored, time, schedule))
         activations = jax.tree.map(functools.partial(_fill, valid=valid), activations)
-        chosen = (
+        entering = (
             [_choose(leaf, rounds, schedule) for leaf in unshare(state)],
             [_choose(p, rounds, schedule) for p in parameters],
         )
         numbers = jnp.clip(items % schedule.period, 0, schedule.microbatches - 1)
         each = [jax.tree.map(functools.partial(_at, numbers=numbers), tree) for tree in broadcast]
         activations, each = _constrain((activations, each), options.stage_axis)
-        out = run(*chosen, activations, valid, _keys(key, items), each)
+        out = run(*entering, activations, valid, _keys(key, items), each)
         out, sown = out if sows else (out, None)
         _check_result(activations, out)
         last = jax.tree.map(lambda h: h[-1], out)
@@ -274,9 +274,11 @@ def _vmapped_stage(
 ) -> Callable[..., Any]:
     def one(state: list[Any], parameters: list[Any], h: Any, valid: jax.Array, key: Any, each: Sequence[Any]) -> Any:
         # shared again in each stage, which may use a state more than once
-        own = [share_leaf(gate(x, valid), dtype) if dtype else x for x, dtype in zip(state, shared, strict=True)]
+        local_state = [
+            share_leaf(gate(x, valid), dtype) if dtype else x for x, dtype in zip(state, shared, strict=True)
+        ]
         narrow = [_gate_parameter(p, valid).astype(dtype) for p, dtype in zip(parameters, dtypes, strict=True)]
-        values = iter(own), iter(narrow)
+        values = iter(local_state), iter(narrow)
         variables = structure.unflatten([next(values[not flag]) for flag in flags])
         return stage(variables, h, key, *jax.tree.map(lambda leaf: _gate_parameter(leaf, valid), each))
 
@@ -350,8 +352,8 @@ def _of_items(leaf: jax.Array, *, schedule: Schedule) -> jax.Array:
     [iterations, stages, ...] -> [rounds, stages, ...].
     """
     rounds, stages, numbers = np.ogrid[: schedule.rounds, : schedule.stages, : schedule.microbatches]
-    found = leaf[rounds * schedule.period + numbers + stages, stages]
-    return found if schedule.rounds > 1 else found[0]
+    results = leaf[rounds * schedule.period + numbers + stages, stages]
+    return results if schedule.rounds > 1 else results[0]
 
 
 def _fill(h: jax.Array, *, valid: jax.Array) -> jax.Array:

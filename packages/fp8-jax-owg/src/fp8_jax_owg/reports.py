@@ -126,7 +126,7 @@ def _entry(name: str, pair: Pair, before: Pair | None) -> TensorReport:
         headroom=headroom,
         saturated=headroom < 0 and amax > (fmt.max + half_step) * scale,
         observed=bool(history.any()) or scale != 1,
-        stale=None if before is None else all((one == other).all() for one, other in zip(before, pair, strict=True)),
+        stale=None if before is None else all((old == other).all() for old, other in zip(before, pair, strict=True)),
         suspicion=_suspicion(pair, before),
     )
 

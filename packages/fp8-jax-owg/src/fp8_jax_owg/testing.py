@@ -78,12 +78,12 @@ def find_dots(fn: Callable[..., Any], *args: Any) -> list[Dot]:
         fn: Any traceable function; pass the gradient of a loss to include the backward matmuls.
         *args: Its arguments; `jax.ShapeDtypeStruct` will do.
     """
-    found = []
+    dots = []
     for equation in _equations(jax.make_jaxpr(fn)(*args)):
         if equation.primitive.name in PRODUCTS:
             a, b, result = (variable.aval for variable in (*equation.invars[:2], equation.outvars[0]))
-            found.append(Dot(equation.primitive.name, (a.dtype, b.dtype), (a.shape, b.shape), result.dtype))
-    return found
+            dots.append(Dot(equation.primitive.name, (a.dtype, b.dtype), (a.shape, b.shape), result.dtype))
+    return dots
 
 
 def assert_fp8_dots(fn: Callable[..., Any], *args: Any, others: int = 0) -> list[Dot]:
@@ -116,14 +116,14 @@ def find_collectives(compiled: Any) -> list[Collective]:
         compiled: Result of `jax.jit(f).lower(...).compile()`, or its text.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
-    found = []
+    collectives = []
     for match in _COLLECTIVE.finditer(text):
         # An asynchronous gather has a tuple as result, its operand in it: the largest array is the gathered one.
         largest: dict[str, int] = {}
         for dtype, dims in _SHAPE.findall(match["result"]):
             largest[dtype] = max(largest.get(dtype, 0), math.prod(int(n) for n in dims.split(",") if n))
-        found += [Collective(match["kind"], dtype, elements) for dtype, elements in largest.items()]
-    return found
+        collectives += [Collective(match["kind"], dtype, elements) for dtype, elements in largest.items()]
+    return collectives
 
 
 def assert_fp8_collectives(compiled: Any, *, allow_elements: int = 0) -> list[Collective]:
@@ -138,19 +138,25 @@ def assert_fp8_collectives(compiled: Any, *, allow_elements: int = 0) -> list[Co
     Raises:
         Fp8Error: There is no 8-bit all-gather, a wider one of more elements, or a reduction in 8 bits.
     """
-    found = find_collectives(compiled)
-    gathers = [one for one in found if one.kind == "all-gather"]
-    wide = [one for one in gathers if one.bits > 8 and one.elements > allow_elements]
-    narrow = [one for one in found if one.kind in ("all-reduce", "reduce-scatter") and one.bits < 16]
-    problems = [f"{one.kind} of {one.elements} elements in {one.dtype}" for one in wide + narrow]
-    if not any(one.bits == 8 for one in gathers):
+    collectives = find_collectives(compiled)
+    gathers = [collective for collective in collectives if collective.kind == "all-gather"]
+    wide = [collective for collective in gathers if collective.bits > 8 and collective.elements > allow_elements]
+    narrow = [
+        collective
+        for collective in collectives
+        if collective.kind in ("all-reduce", "reduce-scatter") and collective.bits < 16
+    ]
+    problems = [
+        f"{collective.kind} of {collective.elements} elements in {collective.dtype}" for collective in wide + narrow
+    ]
+    if not any(collective.bits == 8 for collective in gathers):
         problems.append("no all-gather in 8 bits")
     if problems:
         raise Fp8Error(
             f"The compiled program has {'; '.join(problems)}. Gather kernels with fp8_all_gather; for small arrays "
             "that are gathered in their own precision pass allow_elements."
         )
-    return found
+    return collectives
 
 
 def _equations(program: Any) -> Iterator[Any]:

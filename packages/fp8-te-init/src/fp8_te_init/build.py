@@ -109,11 +109,11 @@ def fp8_model_init(
             yield
     finally:
         _building.reset(token)
-    made = [layer for layer in building.seen if isinstance(layer, PrimaryFloat8Linear)]
+    built = [layer for layer in building.seen if isinstance(layer, PrimaryFloat8Linear)]
     if native:
-        left = len(building.seen) - len(made)
+        left = len(building.seen) - len(built)
         _log(
-            len(made),
+            len(built),
             f" {left} {'stay' if left > 1 else 'stays'} in high precision." * bool(left),
             whole=len(building.seen) > 1,
         )
@@ -150,23 +150,23 @@ def convert_linear(
     _watch()
     config = _config(recipe, config)
     _check_choice("release", release, Release)
-    chosen, left = _select(model, module_filter_fn, config)
-    if not chosen:
+    configurations, left = _select(model, module_filter_fn, config)
+    if not configurations:
         raise Fp8Error(f"No nn.Linear layer to convert.{_told(left)} Check module_filter_fn and the model.")
     # By id of the plain weight: layers that share one get one FP8 weight. All of them are held by their layers until
     # they are looked up here, so none can have the id of one that is gone.
-    made, options = dict[int, nn.Parameter](), {"keeps": release if preserve_high_precision_init_val else None}
-    for name, own in chosen.items():
+    converted, options = dict[int, nn.Parameter](), {"keeps": release if preserve_high_precision_init_val else None}
+    for name, own in configurations.items():
         layer: Any = model.get_submodule(name)
         plain = layer.weight
         _refuse(name, plain)
-        if id(plain) not in made:
-            made[id(plain)] = new_weight(plain, own, options)
+        if id(plain) not in converted:
+            converted[id(plain)] = new_weight(plain, own, options)
             if not plain.is_meta:  # else `reset_parameters` after `to_empty` makes the values
-                made[id(plain)].state.write(plain.detach(), fresh=True)  # pyrefly: ignore[missing-attribute]
+                converted[id(plain)].state.write(plain.detach(), fresh=True)  # pyrefly: ignore[missing-attribute]
             mark_replaced(plain, "convert_linear")
-        PrimaryFloat8Linear.adopt(layer, own, options).hold(made[id(plain)])
-    _log(len(chosen), _told(left), whole="" not in chosen)
+        PrimaryFloat8Linear.adopt(layer, own, options).hold(converted[id(plain)])
+    _log(len(configurations), _told(left), whole="" not in configurations)
     return model
 
 
@@ -256,24 +256,24 @@ def _select(
     model: nn.Module, keep: ModuleSelection, config: LinearConfig
 ) -> tuple[dict[str, LinearConfig], dict[str, str]]:
     """Return the layers to convert with configurations, and reasons for others."""
-    chosen, left, users = dict[str, LinearConfig](), dict[str, str](), _other_users(model)
+    configurations, left, users = dict[str, LinearConfig](), dict[str, str](), _other_users(model)
     linear = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and not isinstance(module, PrimaryFloat8Linear)
     }
-    own = {name: module for name, module in linear.items() if type(module) is nn.Linear}
-    left |= {name: f"{type(linear[name]).__name__} is a class of its own" for name in linear.keys() - own.keys()}
-    for name, decision in select_modules(own, keep).items():
-        if hasattr(own[name], "parametrizations"):
+    plain = {name: module for name, module in linear.items() if type(module) is nn.Linear}
+    left |= {name: f"{type(linear[name]).__name__} is a class of its own" for name in linear.keys() - plain.keys()}
+    for name, decision in select_modules(plain, keep).items():
+        if hasattr(plain[name], "parametrizations"):
             left[name] = "parametrized"
         elif not decision.include:
             left[name] = "filtered"
-        elif id(own[name].weight) in users:
-            left[name] = f"shares its weight with {users[id(own[name].weight)]}"
+        elif id(plain[name].weight) in users:
+            left[name] = f"shares its weight with {users[id(plain[name].weight)]}"
         else:
-            chosen[name] = config if decision.recipe is None else _config(decision.recipe, None)
-    return chosen, left
+            configurations[name] = config if decision.recipe is None else _config(decision.recipe, None)
+    return configurations, left
 
 
 def _other_users(model: nn.Module) -> dict[int, str]:

@@ -38,13 +38,13 @@ TORCHAO = {"tensorwise": te_current(eps=1e-12), "rowwise": _BY_ROWS, "rowwise_wi
 
 def model() -> nn.Sequential:
     """Return the two layers of the example."""
-    found = nn.Sequential()
+    layers = nn.Sequential()
     for name, weight in WEIGHTS.items():
-        found.add_module(name, layer := nn.Linear(*weight.T.shape, bias=False))
+        layers.add_module(name, layer := nn.Linear(*weight.T.shape, bias=False))
         layer.weight.data.copy_(torch.from_numpy(weight))
         if name == "up":
-            found.add_module("relu", nn.ReLU())
-    return found
+            layers.add_module("relu", nn.ReLU())
+    return layers
 
 
 def built(name: str) -> nn.Module:
@@ -59,13 +59,13 @@ def built(name: str) -> nn.Module:
         float8: Any = importlib.import_module("torchao.float8")
         config = float8.Float8LinearConfig.from_recipe_name(name.removeprefix("torchao "))
         return float8.convert_to_float8_training(model(), config=dataclasses.replace(config, emulate=True))
-    found = convert_to_float8_training(model(), recipe=OWN[name])
+    converted = convert_to_float8_training(model(), recipe=OWN[name])
     if OWN[name].input.scaling == "delayed":
-        optimizer = torch.optim.SGD(found.parameters(), lr=RATE)
+        optimizer = torch.optim.SGD(converted.parameters(), lr=RATE)
         for _ in range(2):
-            train(found, torch.from_numpy(INPUTS), optimizer)
-        synchronize_scales(found)
-    return found
+            train(converted, torch.from_numpy(INPUTS), optimizer)
+        synchronize_scales(converted)
+    return converted
 
 
 def certificates(properties: Sequence[Property]) -> Iterator[tuple[str, Callable[[], Certificate]]]:
@@ -83,7 +83,7 @@ def _certificate(name: str, properties: Sequence[Property], pool: Any) -> Certif
         rows = CastRecipe(granularity="rowwise" if "rowwise" in name else "tensorwise", policy=rule)
         casts = casts_of(Recipe(name=name, input=rows, weight=rows, grad_output=rows))
     dtype = torch.bfloat16 if name == "bf16" else torch.float32
-    found = subject(
+    certified = subject(
         built(name),
         torch.from_numpy(INPUTS).to(dtype),
         build=functools.partial(built, name),
@@ -91,4 +91,4 @@ def _certificate(name: str, properties: Sequence[Property], pool: Any) -> Certif
         state=lambda each: {"model": each, "scales": DelayedState(each)},
         pool=pool,
     )
-    return ask(found, properties)
+    return ask(certified, properties)

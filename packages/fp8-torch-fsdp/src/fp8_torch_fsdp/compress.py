@@ -60,8 +60,12 @@ def compress_communication(
             f"compress_communication needs a model that FSDP2 shards, got {type(model).__name__}. Call "
             "fully_shard(model) first; DistributedDataParallel and fully_shard_traceable move their own bytes."
         )
-    chosen = _choose(model, parameters)
-    coded = {n: own for n, own in chosen.items() if weights and not isinstance(own.local, ShardedFloat8Weight)}
+    selected = _choose(model, parameters)
+    coded = {
+        n: group_shards
+        for n, group_shards in selected.items()
+        if weights and not isinstance(group_shards.local, ShardedFloat8Weight)
+    }
     # all checks before the first change, so that an error leaves the model unchanged
     for name, shard in coded.items():
         if hasattr(shard.local, "fsdp_pre_all_gather"):
@@ -70,22 +74,24 @@ def compress_communication(
                 "where the layer is made, or pass weights=False."
             )
     check_gathers(coded.values())
-    if not coded and not (gradients and chosen):
+    if not coded and not (gradients and selected):
         raise Fp8Error("No matrix to compress: none is chosen, or weights and gradients are both off.")
-    for _, own in groups:
-        gathers = weights and isinstance(own[0].all_gather, Float8AllGather)
-        if gathers or (gradients and isinstance(own[0].reduce_scatter, Float8ReduceScatter)):
-            raise Fp8Error(f"The communication of {own[0].full_name} is compressed already. Remove that first.")
+    for _, group_shards in groups:
+        gathers = weights and isinstance(group_shards[0].all_gather, Float8AllGather)
+        if gathers or (gradients and isinstance(group_shards[0].reduce_scatter, Float8ReduceScatter)):
+            raise Fp8Error(
+                f"The communication of {group_shards[0].full_name} is compressed already. Remove that first."
+            )
     config = gradients if isinstance(gradients, GradientCompression) else GradientCompression()
     handle = CompressedCommunication(config, coded)
-    gathered, reduced = ({id(shard.fsdp_param) for shard in some.values()} for some in (coded, chosen))
-    for module, own in groups:
-        before, which = own[0].all_gather, [id(shard.fsdp_param) in gathered for shard in own]
+    gathered, reduced = ({id(shard.fsdp_param) for shard in some.values()} for some in (coded, selected))
+    for module, group_shards in groups:
+        before, which = group_shards[0].all_gather, [id(shard.fsdp_param) in gathered for shard in group_shards]
         if any(which):
-            handle.install(module.set_custom_all_gather, before, Float8AllGather(before, own, which))
-        before, which = own[0].reduce_scatter, [id(shard.fsdp_param) in reduced for shard in own]
+            handle.install(module.set_custom_all_gather, before, Float8AllGather(before, group_shards, which))
+        before, which = group_shards[0].reduce_scatter, [id(shard.fsdp_param) in reduced for shard in group_shards]
         if gradients and any(which):
-            handle.install(module.set_custom_reduce_scatter, before, Float8ReduceScatter(handle, own, which))
+            handle.install(module.set_custom_reduce_scatter, before, Float8ReduceScatter(handle, group_shards, which))
     return handle
 
 
@@ -114,18 +120,18 @@ def _groups(model: nn.Module) -> list[tuple[Any, list[Shard]]]:
     Raises:
         Fp8UnsupportedError: One call of `fully_shard` spreads its parameters over several meshes.
     """
-    found = dict[int, tuple[Any, list[Shard]]]()
+    by_group = dict[int, tuple[Any, list[Shard]]]()
     for name, module in model.named_modules():
-        own = list(shards(module, recurse=False))
-        groups = {id(shard.fsdp_group) for shard in own}
+        held = list(shards(module, recurse=False))
+        groups = {id(shard.fsdp_group) for shard in held}
         if len(groups) > 1:
             raise Fp8UnsupportedError(
                 f"The parameters of {name or 'the model'} are on several meshes, for which FSDP2 does not accept "
                 "custom collectives. Call fully_shard on each of its parts, with one mesh each."
             )
-        if own:  # the modules of one list have one group
-            found.setdefault(groups.pop(), (module, own))
-    return list(found.values())
+        if held:  # the modules of one list have one group
+            by_group.setdefault(groups.pop(), (module, held))
+    return list(by_group.values())
 
 
 class CompressedCommunication(RandomState):

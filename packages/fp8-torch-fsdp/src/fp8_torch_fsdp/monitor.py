@@ -72,7 +72,7 @@ class Float8Monitor(contextlib.AbstractContextManager):
         for sync in syncs_of(self._model):
             for weight in sync.weights:
                 statistics[f"{weight.name}/wire"] = _of_weight(weight)
-        keys = [(prefix, key) for prefix, own in statistics.items() for key in own]
+        keys = [(prefix, key) for prefix, entries in statistics.items() for key in entries]
         numbers = _on_host([statistics[prefix][key] for prefix, key in keys])
         collected: dict[str, dict[str, float]] = {prefix: {} for prefix in statistics}
         for (prefix, key), number in zip(keys, numbers, strict=True):

@@ -60,14 +60,14 @@ class RandomState:
         Raises:
             Fp8Error: It was saved with another number of ranks.
         """
-        own = state_dict.get(self._name()) if isinstance(state_dict, dict) else None
-        if not isinstance(own, dict) or set(own) != {"drawn"}:
-            found = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
+        saved = state_dict.get(self._name()) if isinstance(state_dict, dict) else None
+        if not isinstance(saved, dict) or set(saved) != {"drawn"}:
+            keys = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
             raise Fp8Error(
-                f"The state of compressed communication holds {found}, and this rank needs {self._name()!r} with "
+                f"The state of compressed communication holds {keys}, and this rank needs {self._name()!r} with "
                 "'drawn'. Load it on as many ranks as saved it, or begin without it."
             )
-        self.drawn.copy_(own["drawn"])
+        self.drawn.copy_(saved["drawn"])
 
     def _name(self) -> str:
         return f"rank {dist.get_rank()} of {dist.get_world_size()}"
@@ -90,7 +90,11 @@ class Float8ReduceScatter:
     def codes(self) -> dict[int, str]:
         """Dtype of codes of each compressed gradient, by shard id."""
         name = self._state.config.fp8_format.dtype_name
-        return {id(param.local): name for param, chosen in self._params if chosen and param.parameter.requires_grad}
+        return {
+            id(param.local): name
+            for param, is_compressed in self._params
+            if is_compressed and param.parameter.requires_grad
+        }
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised buffer, which FSDP2 fills."""
@@ -127,8 +131,11 @@ class Float8ReduceScatter:
 
     def _parts(self, length: int) -> tuple[list[int], list[bool]]:
         """Return sizes of parameters in a row of `length`, and FP8 flags."""
-        trained = [(param, chosen) for param, chosen in self._params if param.parameter.requires_grad]
-        sizes, coded = [param.padded_shape.numel() for param, _ in trained], [chosen for _, chosen in trained]
+        trained = [(param, is_compressed) for param, is_compressed in self._params if param.parameter.requires_grad]
+        sizes, coded = (
+            [param.padded_shape.numel() for param, _ in trained],
+            [is_compressed for _, is_compressed in trained],
+        )
         # Parameters without a gradient are missing in the buffer, the same ones on all ranks; the arguments do not list
         # them.
         return (sizes, coded) if sum(sizes) == length else ([length], [False])
@@ -170,14 +177,14 @@ def split(rows: Tensor, sizes: Sequence[int], coded: Sequence[bool]) -> tuple[Te
     if all(coded) or not any(coded):  # without a copy if all of a group's parameters are sent the same way
         return (rows, rows[:, :0]) if all(coded) else (rows[:, :0], rows)
     parts = list(zip(rows.split(list(sizes), dim=1), coded, strict=True))
-    codes = torch.cat([part for part, own in parts if own], dim=1)
-    return codes, torch.cat([part for part, own in parts if not own], dim=1)
+    codes = torch.cat([part for part, is_coded in parts if is_coded], dim=1)
+    return codes, torch.cat([part for part, is_coded in parts if not is_coded], dim=1)
 
 
 def join(codes: Tensor, wide: Tensor, sizes: Sequence[int], coded: Sequence[bool]) -> Tensor:
     """Undo `split` without the first dimension: [c], [w] to [c + w]."""
     if all(coded) or not any(coded):
         return codes if all(coded) else wide
-    first = iter(codes.split([size for size, own in zip(sizes, coded, strict=True) if own]))
-    second = iter(wide.split([size for size, own in zip(sizes, coded, strict=True) if not own]))
-    return torch.cat([next(first if own else second) for own in coded])
+    first = iter(codes.split([size for size, is_coded in zip(sizes, coded, strict=True) if is_coded]))
+    second = iter(wide.split([size for size, is_coded in zip(sizes, coded, strict=True) if not is_coded]))
+    return torch.cat([next(first if is_coded else second) for is_coded in coded])

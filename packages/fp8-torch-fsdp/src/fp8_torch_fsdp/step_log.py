@@ -93,7 +93,7 @@ class Float8Log(contextlib.AbstractContextManager):
             counts = _merged(_gathered(self._monitor.collect_counts(), self._group))
             self.close()
             if counts is not None:
-                line = self._log.write(self._steps, {name: _statistics(own) for name, own in counts.items()})
+                line = self._log.write(self._steps, {name: _statistics(tensor) for name, tensor in counts.items()})
         if (self._steps + 1) % self._every == 0:
             self._measure()
         return line
@@ -113,9 +113,9 @@ def _gathered(counts: Counts, group: dist.ProcessGroup | None) -> list[Counts] |
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return [counts]
     first = dist.get_rank(group) == 0
-    found: list = [None] * dist.get_world_size(group)
-    dist.gather_object(counts, found if first else None, group=group, group_dst=0)
-    return found if first else None
+    per_rank: list = [None] * dist.get_world_size(group)
+    dist.gather_object(counts, per_rank if first else None, group=group, group_dst=0)
+    return per_rank if first else None
 
 
 def _merged(ranks: list[Counts] | None) -> Counts | None:
@@ -124,9 +124,9 @@ def _merged(ranks: list[Counts] | None) -> Counts | None:
         return None
     together: Counts = {}
     for counts in ranks:
-        for name, own in counts.items():
+        for name, tensor in counts.items():
             before = together.setdefault(_tensor_name(name), {})
-            for key, number in own.items():
+            for key, number in tensor.items():
                 before[key] = number if key not in before else _combine(key, before[key], number)
     return dict(sorted(together.items(), key=lambda entry: _numbered(entry[0])))
 

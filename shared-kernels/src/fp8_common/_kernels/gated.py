@@ -217,8 +217,8 @@ def gated_back_amax_kernel(
     DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
     APART: tl.constexpr = up_ptr is not None
     rows, columns = places_of_tile(N, BM, BN)
-    own = tl.load(group_ptr + rows, mask=rows < M, other=COUNT)
-    group, first, last = groups_of_rows(own, COUNT)
+    group_of_row = tl.load(group_ptr + rows, mask=rows < M, other=COUNT)
+    group, first, last = groups_of_rows(group_of_row, COUNT)
     c = columns[None, :]
     of_gate, of_up, hidden = gradients_of_tile(
         gate_ptr, up_ptr, grad_ptr, rows[:, None], c, N, (rows < M)[:, None] & (c < N)
@@ -227,10 +227,10 @@ def gated_back_amax_kernel(
         inside = group == g
         key, up_key = folded_keys(of_gate, of_up, *folds_of_group(fold_ptr, up_fold_ptr, g, c, N))
         if APART:
-            tl.atomic_max(amax_ptr + M + rows, tl.max(up_key, axis=1), mask=own == g, sem="relaxed")
+            tl.atomic_max(amax_ptr + M + rows, tl.max(up_key, axis=1), mask=group_of_row == g, sem="relaxed")
         else:
             key = tl.maximum(key, up_key)
-        tl.atomic_max(amax_ptr + rows, tl.max(key, axis=1), mask=own == g, sem="relaxed")
+        tl.atomic_max(amax_ptr + rows, tl.max(key, axis=1), mask=group_of_row == g, sem="relaxed")
         at, up_at, hidden_at = columns_of_group(g, columns, M, N, COUNT, APART)
         raise_columns(amax_ptr, at, tl.where(inside, narrow_key(of_gate), 0), DTYPE, columns < N)
         raise_columns(amax_ptr, up_at, tl.where(inside, narrow_key(of_up), 0), DTYPE, columns < N)

@@ -57,7 +57,7 @@ def silu_mul_backward(grad: NDArray, gate: NDArray, up: NDArray) -> tuple[NDArra
         grad * silu(gate). d(silu), silu and both results are rounded to the dtype, everything between in float32.
     """
     with np.errstate(all="ignore"):
-        dtype, (dy, x, u) = gate.dtype, (one.astype(np.float32) for one in (grad, gate, up))
+        dtype, (dy, x, u) = gate.dtype, (array.astype(np.float32) for array in (grad, gate, up))
         s = _sigmoid(x)
         of_silu = (dy * u).astype(dtype).astype(np.float32)
         of_gate = (of_silu * s) * (np.float32(1) + x * (np.float32(1) - s))

@@ -114,9 +114,9 @@ class KernelOp:
         """Compute only the used results; a kernel writes all of them."""
         if not any(used):
             return [False] * len(eqn.invars), None
-        if (found := self.smaller.get(tuple(used))) is None:
+        if (smaller := self.smaller.get(tuple(used))) is None:
             return [True] * len(eqn.invars), eqn
-        op, operands, names = found
+        op, operands, names = smaller
         results = [var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used]
         params = {name: eqn.params[name] for name in names}
         new = eqn.replace(primitive=op.primitive, invars=eqn.invars[:operands], outvars=results, params=params)

@@ -351,10 +351,10 @@ def multiply_back(codes: jax.Array, scale_inv: jax.Array, fmt: Format, dtype: DT
     Raises:
         Fp8Error: `dtype` is not float32, float16 or bfloat16.
     """
-    found = np.dtype(dtype)
-    if found not in INPUT_DTYPES:
-        raise Fp8Error(f"dtype must be float16, bfloat16 or float32, got {found}.")
-    return _multiply_back(codes, scale_inv, fmt=fmt, dtype=found)
+    target = np.dtype(dtype)
+    if target not in INPUT_DTYPES:
+        raise Fp8Error(f"dtype must be float16, bfloat16 or float32, got {target}.")
+    return _multiply_back(codes, scale_inv, fmt=fmt, dtype=target)
 
 
 @partial(jax.jit, static_argnames=("fmt", "dtype"), inline=True)

@@ -65,9 +65,9 @@ def subject(
 
     def advanced(variables: Any, x: NDArray[Any], counted: NDArray[np.bool_], chunks: int) -> tuple[Trace, Any]:
         parts = zip(np.split(x, chunks), np.split(counted, chunks), strict=True)
-        found = [step(variables, part, mask) for part, mask in parts]
-        gradients = functools.reduce(add, [each for _, each in found])
-        layers = [aux for (_, aux), _ in found]
+        results = [step(variables, part, mask) for part, mask in parts]
+        gradients = functools.reduce(add, [each for _, each in results])
+        layers = [aux for (_, aux), _ in results]
         outputs = {name: np.concatenate([np.asarray(each[name]) for each in layers]) for name in names}
         leaves = reversed(jax.tree_util.tree_leaves_with_path(compared(gradients)))
         named = {jax.tree_util.keystr(path) + GRADIENT: np.asarray(leaf) for path, leaf in leaves}

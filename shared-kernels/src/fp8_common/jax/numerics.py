@@ -69,9 +69,9 @@ def to_uint8_codes(codes: ArrayLike, fmt: str | Format) -> jax.Array:
     Raises:
         Fp8Error: The dtype is neither uint8 nor the format's own.
     """
-    dtype, own = _dtype(codes), get_format(fmt).numpy_dtype
-    if dtype not in (np.dtype(np.uint8), own):
-        raise Fp8Error(f"FP8 codes must be uint8 or {own.name}, got {dtype}.")
+    dtype, native = _dtype(codes), get_format(fmt).numpy_dtype
+    if dtype not in (np.dtype(np.uint8), native):
+        raise Fp8Error(f"FP8 codes must be uint8 or {native.name}, got {dtype}.")
     array = jnp.asarray(codes, dtype)
     return array if dtype == np.uint8 else lax.bitcast_convert_type(array, jnp.uint8)
 

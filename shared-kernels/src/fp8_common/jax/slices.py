@@ -108,12 +108,12 @@ def _apart(scale: jax.Array, shape: tuple[int, ...], split: int) -> tuple[jax.Ar
 
 
 def _keys_both(x: jax.Array, *, split: int) -> tuple[jax.Array]:
-    found = [amax_by_jnp(x, axis=axes) for axes in (range(split, x.ndim), range(split))]
-    return (to_bits(jnp.concatenate([one.reshape(-1) for one in found])),)
+    keys = [amax_by_jnp(x, axis=axes) for axes in (range(split, x.ndim), range(split))]
+    return (to_bits(jnp.concatenate([key.reshape(-1) for key in keys])),)
 
 
 def _cast_both(x: jax.Array, scale: jax.Array, *, fmt: Format, split: int) -> tuple[jax.Array, jax.Array]:
-    data, turned = (cast_by_jnp(x, one, fmt=fmt) for one in _apart(scale, x.shape, split))
+    data, turned = (cast_by_jnp(x, side, fmt=fmt) for side in _apart(scale, x.shape, split))
     # Not as a matrix: the partitioner may have sharded any of the dimensions.
     return data, lax.transpose(turned, (*range(split, x.ndim), *range(split)))
 

@@ -58,14 +58,14 @@ def judge(tensor: TensorStatistics) -> tuple[Level, str]:
     if tensor.amax is not None and not math.isfinite(tensor.amax):
         return "act", f"amax is {tensor.amax}"
     saturated, underflowed, over_range = tensor.saturated, tensor.underflowed, tensor.over_range
-    found: list[tuple[Level, str]] = [("look", tensor.notice) if tensor.notice else ("ok", "")]
+    findings: list[tuple[Level, str]] = [("look", tensor.notice) if tensor.notice else ("ok", "")]
     if saturated is not None:
-        found.append((_level(saturated, SATURATED), f"saturated {percent(saturated)}"))
+        findings.append((_level(saturated, SATURATED), f"saturated {percent(saturated)}"))
     elif over_range is not None:
-        found.append((_level(over_range, OVER_RANGE), f"amax {over_range:.1f} times the range of its scale"))
+        findings.append((_level(over_range, OVER_RANGE), f"amax {over_range:.1f} times the range of its scale"))
     if underflowed is not None:
-        found.append((_level(underflowed, UNDERFLOWED), f"underflowed {percent(underflowed)}"))
-    return max(found, key=lambda judged: LEVELS.index(judged[0]))  # the first of several
+        findings.append((_level(underflowed, UNDERFLOWED), f"underflowed {percent(underflowed)}"))
+    return max(findings, key=lambda judged: LEVELS.index(judged[0]))  # the first of several
 
 
 def _level(value: float, limits: tuple[float, float]) -> Level:

@@ -140,7 +140,7 @@ def _count_layers(judged: Mapping[str, tuple[Level, str]]) -> dict[Level, int]:
     for name, (level, _) in judged.items():
         layer = name.rpartition("/")[0]
         layers[layer] = max(level, layers.get(layer, "ok"), key=LEVELS.index)
-    return {level: sum(own == level for own in layers.values()) for level in LEVELS}
+    return {level: sum(layer_level == level for layer_level in layers.values()) for level in LEVELS}
 
 
 def _numbers(tensor: TensorStatistics) -> dict[str, float | None]:

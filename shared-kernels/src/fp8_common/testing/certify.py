@@ -182,8 +182,8 @@ def rows(properties: Sequence[Property] = PROPERTIES) -> Iterator[tuple[str, Cal
     if "idempotent" in properties:
         for name, rule in RULES.items():
             casts = {"cast": cast_of(rule)}
-            found = Subject(inputs=np.zeros((2, 2)), start=dict, step=lambda *_: ({}, dict), casts=casts)
-            yield name, functools.partial(ask, found, ["idempotent"])
+            certified = Subject(inputs=np.zeros((2, 2)), start=dict, step=lambda *_: ({}, dict), casts=casts)
+            yield name, functools.partial(ask, certified, ["idempotent"])
 
 
 def from_file(target: str, properties: Sequence[Property] = PROPERTIES) -> Certificate:
@@ -216,9 +216,9 @@ def _factory(target: str) -> Callable[[], Any]:
     # under its name, so that its definitions can be pickled
     sys.modules.setdefault(module.__name__, module)
     spec.loader.exec_module(module)
-    if not callable(found := getattr(module, name, None)):
+    if not callable(member := getattr(module, name, None)):
         raise Fp8Error(f"{path} has no function {name!r}.")
-    return found
+    return member
 
 
 def example() -> tuple[NDArray[np.float32], dict[str, NDArray[np.float32]]]:
@@ -248,7 +248,7 @@ def difference(
         gradients: Whether gradients are compared.
     """
     for layer, a in one.items():
-        b, chosen = other[layer], None
+        b, selected = other[layer], None
         if layer.endswith(GRADIENT):
             if not gradients:
                 continue
@@ -257,12 +257,12 @@ def difference(
                 a, b = a.reshape(*kept.shape, *a.shape[1:]), b.reshape(*kept.shape, *a.shape[1:])
             if a.shape[:2] != kept.shape:
                 continue
-            chosen = kept.reshape(*kept.shape, *(1,) * (a.ndim - 2))
+            selected = kept.reshape(*kept.shape, *(1,) * (a.ndim - 2))
         if a.shape != b.shape:
             return PropertyResult(result="no", reason=f"{layer} is {a.shape}, and then {b.shape}", layer=layer)
         bits = f"u{a.dtype.itemsize}"
         differs = (a.view(bits) != b.view(bits)) & ~(np.isnan(a) & np.isnan(b))
-        differs = differs if chosen is None else differs & chosen
+        differs = differs if selected is None else differs & selected
         if differs.any():
             at = tuple(int(i) for i in np.argwhere(differs)[0])
             return PropertyResult(
@@ -274,7 +274,7 @@ def difference(
 def table(rows: Mapping[str, Certificate], properties: Sequence[Property] = PROPERTIES) -> str:
     """Return certificates by name as a markdown table."""
     lines = [("", *properties), ("---",) * (1 + len(properties))]
-    lines += [(name, *(str(found.get(each, "-")) for each in properties)) for name, found in rows.items()]
+    lines += [(name, *(str(certificate.get(each, "-")) for each in properties)) for name, certificate in rows.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -283,10 +283,10 @@ def engines(rows: Mapping[str, Certificate]) -> Iterator[str]:
 
     An engine has other batches and later tokens.
     """
-    both = [(name, [str(found[each]) for each in ("causal", "batch-invariant")]) for name, found in rows.items()
-            if {"causal", "batch-invariant"} <= found.keys()]  # fmt: skip
-    able = [name for name, found in both if {"no", "-"}.isdisjoint(found)]
-    unable = [name for name, found in both if "no" in found]
+    needed = "causal", "batch-invariant"
+    both = [(name, [str(found[each]) for each in needed]) for name, found in rows.items() if {*needed} <= found.keys()]
+    able = [name for name, certificate in both if {"no", "-"}.isdisjoint(certificate)]
+    unable = [name for name, certificate in both if "no" in certificate]
     if able:
         yield f"An engine that computes alike can give the outputs of: {', '.join(able)}."
     if unable:
@@ -295,9 +295,11 @@ def engines(rows: Mapping[str, Certificate]) -> Iterator[str]:
 
 def explanations(rows: Mapping[str, Certificate]) -> Iterator[str]:
     """Yield a sentence for each result that is not yes."""
-    for name, found in rows.items():
+    for name, certificate in rows.items():
         yield from (
-            f"{name}, {each}: {answer.result}: {answer.reason}." for each, answer in found.items() if answer.reason
+            f"{name}, {each}: {answer.result}: {answer.reason}."
+            for each, answer in certificate.items()
+            if answer.reason
         )
 
 
@@ -326,32 +328,32 @@ def _depends(
 
     elements = np.flatnonzero(np.broadcast_to(free.reshape(*free.shape, *(1,) * (x.ndim - 2)), x.shape))
     for strength in STRENGTHS[: 2 if x.dtype == np.float16 else None]:
-        found, changed = with_change(elements, strength)
-        if found is None:
+        result, changed = with_change(elements, strength)
+        if result is None:
             continue
         # bisection: half of the elements that still shows it, then half of the distance
         while len(elements) > 1:
             halves = [(half, *with_change(half, strength)) for half in np.array_split(elements, 2)]
             if (smaller := next((half for half in halves if half[1] is not None), None)) is None:
                 break
-            elements, found, changed = smaller
+            elements, result, changed = smaller
         while x.dtype.kind not in "iu" and strength > 2.0**-10:
             weaker, moved = with_change(elements, strength / 2)
             if weaker is None:
                 break
-            strength, found, changed = strength / 2, weaker, moved
+            strength, result, changed = strength / 2, weaker, moved
         at = tuple(int(i) for i in np.unravel_index(elements[0], x.shape))
         more = f" and {len(elements) - 1} more" if len(elements) > 1 else ""
-        why = f"with input{list(at)}{more} {x[at]} -> {changed[elements[0]]}, {found.reason}"
-        return dataclasses.replace(found, reason=why, input=at)
+        why = f"with input{list(at)}{more} {x[at]} -> {changed[elements[0]]}, {result.reason}"
+        return dataclasses.replace(result, reason=why, input=at)
     return None
 
 
 def _causal(subject: Subject) -> PropertyResult:
     token = np.broadcast_to(np.arange(subject.inputs.shape[1]), subject.inputs.shape[:2])
     for last in range(subject.inputs.shape[1] - 1):
-        if found := _depends(subject, token > last, token <= last, gradients=False):
-            return found
+        if result := _depends(subject, token > last, token <= last, gradients=False):
+            return result
     return PropertyResult(result="yes")
 
 
@@ -372,8 +374,8 @@ def _chunks(subject: Subject) -> PropertyResult:
     everything = np.ones(subject.inputs.shape[:2], bool)
     whole = subject.run(subject.inputs, everything, 1)
     for chunks in (n for n in range(2, examples + 1) if examples % n == 0):
-        if found := difference(whole, subject.run(subject.inputs, everything, chunks)):
-            return dataclasses.replace(found, reason=f"in {chunks} micro-batches {found.reason}")
+        if result := difference(whole, subject.run(subject.inputs, everything, chunks)):
+            return dataclasses.replace(result, reason=f"in {chunks} micro-batches {result.reason}")
     return PropertyResult(result="yes")
 
 
@@ -386,8 +388,8 @@ def _mesh(subject: Subject) -> PropertyResult:
         return PropertyResult(result="untested", reason=str(error).rstrip("."))
     first = traces.pop(next(iter(traces)))
     for mesh, trace in traces.items():
-        if found := difference(first, trace):
-            return dataclasses.replace(found, reason=f"on {mesh} {found.reason}")
+        if result := difference(first, trace):
+            return dataclasses.replace(result, reason=f"on {mesh} {result.reason}")
     return PropertyResult(result="yes")
 
 
@@ -397,21 +399,21 @@ def _replay(subject: Subject) -> PropertyResult:
     everything = np.ones(subject.inputs.shape[:2], bool)
 
     def two_steps(state: Any, first: int) -> tuple[Trace, Any]:
-        found: dict[str, NDArray[Any]] = {}
+        traces: dict[str, NDArray[Any]] = {}
         for number in (first, first + 1):
             trace, advance = subject.step(state, subject.inputs, everything, 1)
             state = advance()
             # the kind of a layer stays at the end of its name
-            found |= {f"step {number}: {layer}": value for layer, value in trace.items()}
-        return found, state
+            traces |= {f"step {number}: {layer}": value for layer, value in trace.items()}
+        return traces, state
 
     _, middle = two_steps(subject.start(), 1)
     loaded = subject.reload(middle)
-    found = difference(two_steps(middle, 3)[0], two_steps(loaded, 3)[0])
+    result = difference(two_steps(middle, 3)[0], two_steps(loaded, 3)[0])
     return (
         PropertyResult(result="yes")
-        if found is None
-        else dataclasses.replace(found, reason=f"after a load {found.reason}")
+        if result is None
+        else dataclasses.replace(result, reason=f"after a load {result.reason}")
     )
 
 
@@ -427,10 +429,10 @@ def _idempotent(subject: Subject) -> PropertyResult:
             x[0] = top / 2.0 ** np.arange(32)
             first = cast(x)
             for number, (a, b) in enumerate(zip(first, cast(np.asarray(first[0], x.dtype)), strict=True)):
-                if found := difference({layer: np.asarray(a)}, {layer: np.asarray(b)}):
+                if result := difference({layer: np.asarray(a)}, {layer: np.asarray(b)}):
                     what = ("value", "scale", "code")[min(number, 2)]
-                    why = f"with the largest value {top}, the {what} {found.reason}"
-                    return dataclasses.replace(found, reason=why, input=(0, 0))
+                    why = f"with the largest value {top}, the {what} {result.reason}"
+                    return dataclasses.replace(result, reason=why, input=(0, 0))
     return PropertyResult(result="yes")
 
 

@@ -60,15 +60,15 @@ def assert_same_bits(
     """
     if max_ulp < 0:
         raise Fp8Error(f"max_ulp must be 0 or more, got {max_ulp!r}.")
-    got_array, want_array, found = _comparable(as_numpy(got), as_numpy(want), fmt, name)
-    distance = _distance(got_array, want_array, found)
+    got_array, want_array, form = _comparable(as_numpy(got), as_numpy(want), fmt, name)
+    distance = _distance(got_array, want_array, form)
     bad = distance > np.uint64(max_ulp)
     if not bad.any():
         return
     lines = [
         f"{name}: {bad.sum()} of {bad.size} values ({100 * bad.mean():.3g} %) differ by more than {max_ulp} ULP",
         f"  ULP histogram: {_histogram(distance[bad])}",
-        *_table(got_array, want_array, distance, bad, _checked_source(source, bad.shape), found),
+        *_table(got_array, want_array, distance, bad, _checked_source(source, bad.shape), form),
     ]
     if seed is not None:
         lines.append(f"  seed: {seed!r}")
@@ -103,17 +103,17 @@ def _comparable(
     """
     if got.shape != want.shape:
         raise AssertionError(f"{name}: shape {got.shape}, but {want.shape} was wanted")
-    found = get_format(fmt) if fmt is not None else _format_of(want.dtype)
-    if found is None:
+    form = get_format(fmt) if fmt is not None else _format_of(want.dtype)
+    if form is None:
         if got.dtype != want.dtype:
             hint = ". Pass fmt to compare codes with float8" if np.uint8 in (got.dtype, want.dtype) else ""
             raise AssertionError(f"{name}: dtype {got.dtype}, but {want.dtype} was wanted{hint}")
         return got, want, None
-    allowed = (np.dtype(np.uint8), found.numpy_dtype) if fmt is not None else (found.numpy_dtype,)
+    allowed = (np.dtype(np.uint8), form.numpy_dtype) if fmt is not None else (form.numpy_dtype,)
     for side, array in (("", got), (" (the wanted side)", want)):
         if array.dtype not in allowed:
             raise AssertionError(f"{name}{side}: dtype {array.dtype}, but {' or '.join(map(str, allowed))} was wanted")
-    return got.view(np.uint8), want.view(np.uint8), found
+    return got.view(np.uint8), want.view(np.uint8), form
 
 
 def _format_of(dtype: np.dtype[Any]) -> Format | None:
@@ -204,8 +204,8 @@ def _show(item: Any, fmt: Format | None) -> str:
     if fmt is not None:
         return f"{float(decode(scalar, fmt)):.9g} (0x{int(scalar):02x})"
     if scalar.dtype not in _FLOATS:
-        own = _format_of(scalar.dtype)
-        return str(scalar) if own is None else _show(scalar.view(np.uint8), own)
+        form = _format_of(scalar.dtype)
+        return str(scalar) if form is None else _show(scalar.view(np.uint8), form)
     size = scalar.dtype.itemsize
     bits = int(scalar.view(f"u{size}"))
     return f"{float(scalar):.{17 if size == 8 else 9}g} (0x{bits:0{2 * size}x})"

@@ -87,9 +87,22 @@ def special_values(dtype: DTypeLike = np.float32) -> NDArray[np.generic]:
     width = 8 * dtype.itemsize
     mantissa = width - 1 - _EXPONENT_BITS[dtype]
     inf = (2 ** _EXPONENT_BITS[dtype] - 1) << mantissa
-    one = (2 ** (_EXPONENT_BITS[dtype] - 1) - 1) << mantissa
+    bias_bits = (2 ** (_EXPONENT_BITS[dtype] - 1) - 1) << mantissa
     normal = 1 << mantissa
-    positive = [0, 1, 2, normal // 2, normal - 1, normal, normal + 1, one - 1, one, one + 1, inf - 1, inf]
+    positive = [
+        0,
+        1,
+        2,
+        normal // 2,
+        normal - 1,
+        normal,
+        normal + 1,
+        bias_bits - 1,
+        bias_bits,
+        bias_bits + 1,
+        inf - 1,
+        inf,
+    ]
     # Signalling with the smallest payload; quiet with none, one and the largest. Half of the smallest normal is the
     # upper mantissa bit, which marks a quiet NaN.
     nans = [inf + 1, inf + normal // 2, inf + normal // 2 + 1, inf + normal - 1]
@@ -167,7 +180,7 @@ def _both_signs(x: NDArray[Any]) -> NDArray[Any]:
 
 
 def _checked(dtype: DTypeLike) -> np.dtype:
-    found = np.dtype(dtype)
-    if found not in INPUT_DTYPES:
-        raise Fp8Error(f"dtype must be float16, bfloat16 or float32, got {found}.")
-    return found
+    target = np.dtype(dtype)
+    if target not in INPUT_DTYPES:
+        raise Fp8Error(f"dtype must be float16, bfloat16 or float32, got {target}.")
+    return target

@@ -266,8 +266,8 @@ def quantize_rowwise(
         Fp8Error: `x` has another dtype, or `fmt` is no data format.
     """
     rows = _input(x).movedim(axis, -1)
-    made = casts.quantize_dynamic(rows, get_data_format(fmt), policy, (1, 0))
-    return Quantized(made.codes.movedim(-1, axis), made.scale.movedim(-1, axis))
+    cast = casts.quantize_dynamic(rows, get_data_format(fmt), policy, (1, 0))
+    return Quantized(cast.codes.movedim(-1, axis), cast.scale.movedim(-1, axis))
 
 
 def quantize_blockwise(
@@ -289,8 +289,8 @@ def quantize_blockwise(
     Raises:
         Fp8Error: `x` has another dtype, `fmt` is no data format, or the block cannot cut `x`.
     """
-    made = casts.quantize_dynamic(_input(x), get_data_format(fmt), policy, check_block(block, x.ndim))
-    return Quantized(made.codes, made.scale)
+    cast = casts.quantize_dynamic(_input(x), get_data_format(fmt), policy, check_block(block, x.ndim))
+    return Quantized(cast.codes, cast.scale)
 
 
 def dequantize_blockwise(

@@ -62,7 +62,7 @@ def operator(
         @functools.wraps(reference)
         def call(*args: Any) -> Any:
             if torch.compiler.is_compiling():
-                return reference(*args) if traced and fuses(args[0]) else made(*[_encoded(each) for each in args])
+                return reference(*args) if traced and fuses(args[0]) else registered(*[_encoded(each) for each in args])
             if kernel is not None:
                 fmt = None if fmt_place is None else args[fmt_place]
                 policy = None if policy_place is None else args[policy_place]
@@ -79,11 +79,11 @@ def operator(
 
         plain = [each.replace(annotation=_IN_SCHEMAS.get(each.annotation, each.annotation)) for each in parameters]
         opaque.__signature__ = signature.replace(parameters=plain)  # pyrefly: ignore[missing-attribute]
-        made = torch.library.custom_op(f"{NAMESPACE}::{reference.__name__}", opaque, mutates_args=tuple(mutates))
+        registered = torch.library.custom_op(f"{NAMESPACE}::{reference.__name__}", opaque, mutates_args=tuple(mutates))
         if (kernel is not None and not traced) if launches is None else launches:
-            decompose(made, shown(opaque), fake_of, sources, "cuda")
+            decompose(registered, shown(opaque), fake_of, sources, "cuda")
         else:
-            made.register_fake(fake_of)
+            registered.register_fake(fake_of)
         return call  # pyrefly: ignore[bad-return]
 
     return decorate

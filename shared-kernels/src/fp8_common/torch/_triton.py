@@ -54,8 +54,8 @@ def shown(function: Callable[..., Any]) -> Callable[..., Any]:
             return NotImplemented
         _now.launches = 0
         try:
-            found = function(*args, **named)
-            return found if _now.launches else NotImplemented
+            results = function(*args, **named)
+            return results if _now.launches else NotImplemented
         except _NotShownError:
             return NotImplemented
         finally:
@@ -168,13 +168,13 @@ def run(plan: Any, device: torch.device, **tensors: torch.Tensor) -> None:
             wrapped[(plan.grid,)](**{**plan.fixed, **tensors}, num_warps=plan.num_warps)
         return
     index = device.index
-    own = device.type != "cuda" or current_device() == index
-    loaded = plan.loaded.get(index) if own else None
+    is_direct = device.type != "cuda" or current_device() == index
+    loaded = plan.loaded.get(index) if is_direct else None
     if loaded is not None and loaded.start(tensors, index):
         return
     if device.type != "cuda":  # under the interpreter
         plans().run(plan, tensors)
-    elif own:
+    elif is_direct:
         plans().run(plan, tensors, device=index, refusal=lambda: _refusal(plan, device))
     else:  # Triton launches on the current device, not on its arguments' device
         with torch.cuda.device(device):

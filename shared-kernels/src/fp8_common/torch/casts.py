@@ -275,8 +275,8 @@ def _dynamic(
     if fold is not None:
         value = as_float32(x.contiguous()) * (fold if groups is None else fold.index_select(0, groups))
     if not torch.compiler.is_compiling():
-        made = PlainCast(x.shape, fmt, policy, block)(value)
-        return made.codes, made.scale, made.scale_inv
+        codes = PlainCast(x.shape, fmt, policy, block)(value)
+        return codes.codes, codes.scale, codes.scale_inv
     largest = amax_by(value, block)
     if block is None or x.stride(-1) != 1:
         # one launch for all; for rows in place, the kernel that finds an amax also casts
@@ -324,10 +324,10 @@ def _by_kernels(
         x = x.contiguous()
         plan = plans().rowwise(*matrix_of(x), dtype, fmt, policy, fold=fold is not None, groups=groups is not None)
         folds = None if fold is None else fold.contiguous()
-        made = launch(plan, x.device, x_ptr=x, fold_ptr=folds, group_ptr=groups)
+        outputs = launch(plan, x.device, x_ptr=x, fold_ptr=folds, group_ptr=groups)
     else:
-        made = launch(plans().blockwise(*matrix_of(x), dtype, fmt, block[0], policy), x.device, x_ptr=x)
-    codes, scale, scale_inv = made
+        outputs = launch(plans().blockwise(*matrix_of(x), dtype, fmt, block[0], policy), x.device, x_ptr=x)
+    codes, scale, scale_inv = outputs
     shape = scale_shape(x.shape, block)
     return codes.view(x.shape), scale.view(shape), scale_inv.view(shape)
 
@@ -351,8 +351,8 @@ def dynamic(
 def _transposed_by_kernel(x: torch.Tensor, amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Four:
     # an amax has no sign, so its bits are the keys of the kernels
     cast = TensorwiseCast(x.shape, x.dtype, fmt, policy, with_scale=True, one=(1,))
-    made: Any = cast.by(x.contiguous(), {"scale_ptr": amax.view(torch.int32).reshape(1)})
-    return made.codes, made.transposed.codes, made.scale.view(()), made.scale_inv.view(())
+    outputs: Any = cast.by(x.contiguous(), {"scale_ptr": amax.view(torch.int32).reshape(1)})
+    return outputs.codes, outputs.transposed.codes, outputs.scale.view(()), outputs.scale_inv.view(())
 
 
 @operator(
@@ -417,8 +417,8 @@ def rows_with_transpose(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Tr
 
     Codes of x [..., M, N], the same [..., N, M], and scales back [..., M].
     """
-    made = quantize_dynamic(x.contiguous(), fmt, policy, (1, 0))
-    return made.codes, _transposed(made.codes), made.scale_inv.squeeze(-1)
+    cast = quantize_dynamic(x.contiguous(), fmt, policy, (1, 0))
+    return cast.codes, _transposed(cast.codes), cast.scale_inv.squeeze(-1)
 
 
 def _fake_blocks_both(x: torch.Tensor, fmt: Format, policy: object, square: bool) -> Four:
@@ -440,8 +440,10 @@ def blocks_both(x: torch.Tensor, fmt: Format, policy: ScalePolicy, square: bool)
     Codes [M, N] of x [M, N], codes of its transpose, and the scales back of both.
     """
     block = (128 if square else 1, 128)
-    here, turned = (quantize_dynamic(one, fmt, policy, block) for one in (x.contiguous(), x.t().contiguous()))
-    scale_inv, turned_inv = (one.scale_inv if square else one.scale_inv.t().contiguous() for one in (here, turned))
+    here, turned = (quantize_dynamic(matrix, fmt, policy, block) for matrix in (x.contiguous(), x.t().contiguous()))
+    scale_inv, turned_inv = (
+        matrix.scale_inv if square else matrix.scale_inv.t().contiguous() for matrix in (here, turned)
+    )
     return here.codes, turned.codes, scale_inv, turned_inv
 
 

@@ -127,17 +127,17 @@ def trace(model: nn.Module, x: torch.Tensor, counted: torch.Tensor | None = None
             (output.float() * weights * mask.reshape(*mask.shape, *(1,) * (output.ndim - 2))).sum().backward()
     for hook in hooks:
         hook.remove()
-    found = {name: as_numpy(torch.cat([_whole(part) for part in parts])) for name, parts in seen.items()}
+    outputs = {name: as_numpy(torch.cat([_whole(part) for part in parts])) for name, parts in seen.items()}
     # a copy: the next backward adds to a gradient in its place
     gradients = reversed([(name, each.grad) for name, each in model.named_parameters() if each.grad is not None])
-    return found | {name + GRADIENT: as_numpy(_whole(gradient)).copy() for name, gradient in gradients}
+    return outputs | {name + GRADIENT: as_numpy(_whole(gradient)).copy() for name, gradient in gradients}
 
 
 def train(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> Trace:
     """Return the trace of one step that the optimizer made."""
-    found = trace(model, x)
+    results = trace(model, x)
     _advance(model, optimizer)
-    return found
+    return results
 
 
 def _advance(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
@@ -184,7 +184,7 @@ def _meshes(
         model = pickle.dumps(build or module)
     except Exception as error:  # pickling may raise anything
         raise Fp8Error(f"other processes cannot get the model ({error}); pass build=.") from error
-    found: dict[str, Trace] = {}
+    traces: dict[str, Trace] = {}
     for world in WORLDS:
         with tempfile.TemporaryDirectory() as folder:
             arguments = (
@@ -195,8 +195,8 @@ def _meshes(
             )
             waiting = [pool.submit(_on_rank, rank, *arguments, str(x.dtype)[6:]) for rank in range(world)]
             for rank, each in enumerate(waiting):
-                found[f"{world} ranks, rank {rank}"] = each.result(SECONDS)
-    return found
+                traces[f"{world} ranks, rank {rank}"] = each.result(SECONDS)
+    return traces
 
 
 def _on_rank(rank: int, world: int, store: str, model: bytes, inputs: NDArray[Any], dtype: str) -> Trace:
@@ -205,8 +205,8 @@ def _on_rank(rank: int, world: int, store: str, model: bytes, inputs: NDArray[An
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
     )
     try:
-        made = pickle.loads(model)  # noqa: S301 from the process that started this one
-        module: Any = made if isinstance(made, nn.Module) else made()
+        loaded = pickle.loads(model)  # noqa: S301 from the process that started this one
+        module: Any = loaded if isinstance(loaded, nn.Module) else loaded()
         if any(True for _ in module.parameters()):
             for child in module.children():
                 if any(True for _ in child.parameters()):
@@ -221,9 +221,9 @@ def _on_rank(rank: int, world: int, store: str, model: bytes, inputs: NDArray[An
         counted = torch.full(x.shape[:2], rank == 0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the model's owner has seen its warnings
-            found = trace(module, x, counted)
+            results = trace(module, x, counted)
             _advance(module, optimizer)
             # the kind of a layer stays at the end of its name
-            return {**found, **{f"step 2: {layer}": value for layer, value in trace(module, x, counted).items()}}
+            return {**results, **{f"step 2: {layer}": value for layer, value in trace(module, x, counted).items()}}
     finally:
         dist.destroy_process_group()

@@ -343,7 +343,7 @@ def stable_hash(tensor: torch.Tensor, *described: object) -> str:
 
     `described` are tensors or plain values.
     """
-    text = repr([_metadata(one) if isinstance(one, torch.Tensor) else one for one in (tensor, *described)])
+    text = repr([_metadata(each) if isinstance(each, torch.Tensor) else each for each in (tensor, *described)])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

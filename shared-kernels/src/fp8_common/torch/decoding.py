@@ -82,5 +82,5 @@ def dequantize_mx(q: torch.Tensor, scales: torch.Tensor, fmt: Format, dtype: tor
     # bfloat16 has the exponents of float32, so the result is rounded once in either
     exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     scale_inv = numerics.scale_inv_of_e8m0(scales.view(torch.uint8)).to(exact)
-    values_of_blocks, own = split_blocks(rounding.values(q, fmt, exact), scale_inv, MX_BLOCK)
-    return values_of_blocks.mul(own).view(q.shape).to(dtype)
+    values_of_blocks, blocks_inv = split_blocks(rounding.values(q, fmt, exact), scale_inv, MX_BLOCK)
+    return values_of_blocks.mul(blocks_inv).view(q.shape).to(dtype)

@@ -118,10 +118,10 @@ def _scales_by_format(
     first, *others = dict.fromkeys(names)
     result = scale_from_amax(amax, get_data_format(first), policy, prev=prev)
     for name in others:
-        own = scale_from_amax(amax, get_data_format(name), policy, prev=prev)
+        scale_of_format = scale_from_amax(amax, get_data_format(name), policy, prev=prev)
         # fake tensors go with fake ones, of which nothing may be left in a cache
         has_format = _has_format.__wrapped__ if isinstance(amax, FakeTensor) else _has_format
-        result = torch.where(has_format(names, name, amax.device), own, result)
+        result = torch.where(has_format(names, name, amax.device), scale_of_format, result)
     return result
 
 
@@ -159,8 +159,8 @@ def _cast_by_kernel(
     cast = TensorwiseCast(x.shape, x.dtype, fmt, policy, with_scale=True, one=(1,))
     # an amax has no sign, so its bits are the keys of the kernels
     given = {"scale_ptr": amax.view(torch.int32).reshape(1), "delayed_ptr": delayed, "ready_ptr": ready}
-    made: Any = cast.by(x.contiguous(), given if late is None else given | {"late_ptr": late}, fits)
-    return made.codes, made.transposed.codes, made.scale.view(()), made.scale_inv.view(())
+    outputs: Any = cast.by(x.contiguous(), given if late is None else given | {"late_ptr": late}, fits)
+    return outputs.codes, outputs.transposed.codes, outputs.scale.view(()), outputs.scale_inv.view(())
 
 
 @operator(

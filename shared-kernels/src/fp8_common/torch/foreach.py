@@ -105,12 +105,12 @@ def foreach_amax(tensors: list[torch.Tensor]) -> torch.Tensor:
         dense = [tensors[i].contiguous() for i in places]
         table = _table(_rows(dense, (), places, len(tensors)), bits.device)
         # The usual list has one dtype; then the kernel writes the result itself.
-        found = bits if table.places is None else bits.new_zeros(len(places))
+        maxima = bits if table.places is None else bits.new_zeros(len(places))
         name = triton.name_of(dtype)
-        plan = triton.plans().foreach_amax(table.programs, len(found), name, aligned=table.aligned)
-        triton.run(plan, bits.device, amax_ptr=found, **table.tensors)
+        plan = triton.plans().foreach_amax(table.programs, len(maxima), name, aligned=table.aligned)
+        triton.run(plan, bits.device, amax_ptr=maxima, **table.tensors)
         if table.places is not None:
-            bits.index_copy_(0, table.places, found)
+            bits.index_copy_(0, table.places, maxima)
     return bits
 
 
@@ -135,8 +135,8 @@ def foreach_quantize(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: For
         table = _table(_rows(dense, [offsets[i] for i in places], places, len(tensors)), buffer.device)
         name = triton.name_of(dtype)
         plan = triton.plans().foreach_cast(table.programs, total, name, fmt, aligned=table.aligned)
-        chosen = scales if table.places is None else scales.index_select(0, table.places)
-        triton.run(plan, buffer.device, scale_ptr=chosen.contiguous(), y_ptr=buffer, **table.tensors)
+        scales_of = scales if table.places is None else scales.index_select(0, table.places)
+        triton.run(plan, buffer.device, scale_ptr=scales_of.contiguous(), y_ptr=buffer, **table.tensors)
     return buffer
 
 

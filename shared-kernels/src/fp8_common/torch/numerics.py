@@ -82,11 +82,11 @@ def to_uint8_codes(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     Raises:
         Fp8Error: The dtype is neither uint8 nor the format's own.
     """
-    own = _DTYPE_OF[fmt.name]
-    if codes.dtype is own:
+    native = _DTYPE_OF[fmt.name]
+    if codes.dtype is native:
         return codes.view(torch.uint8)
     if codes.dtype != torch.uint8:
-        raise Fp8Error(f"FP8 codes must be torch.uint8 or {own}, got {codes.dtype}.")
+        raise Fp8Error(f"FP8 codes must be torch.uint8 or {native}, got {codes.dtype}.")
     return codes
 
 
@@ -278,10 +278,10 @@ def _at_least_eps(amax: torch.Tensor, policy: ScalePolicy) -> torch.Tensor:
 def _replace_unusable(scale: torch.Tensor, bits: torch.Tensor, policy: ScalePolicy, prev: torch.Tensor) -> torch.Tensor:
     """Replace scales of zero, infinite and NaN amax by the policy's."""
     # By the bits of amax: after the limits, the scales of zero and infinity are ordinary numbers.
-    one = torch.ones_like(scale)
+    ones = torch.ones_like(scale)
     if policy.zero != "eps":
-        scale = torch.where(bits == 0, prev if policy.zero == "previous" else one, scale)
-    return torch.where(bits >= INF_KEY, prev if policy.nonfinite == "previous" else one, scale)
+        scale = torch.where(bits == 0, prev if policy.zero == "previous" else ones, scale)
+    return torch.where(bits >= INF_KEY, prev if policy.nonfinite == "previous" else ones, scale)
 
 
 # ---------------------------------------------------------------- the history of amax

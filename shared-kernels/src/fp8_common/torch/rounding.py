@@ -35,8 +35,8 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tens
     if count < 2:
         return _in_range(x, scale, fmt, finite, fits).to(torch_dtype(fmt))
     codes = torch.empty_like(x, dtype=torch_dtype(fmt))
-    own = scale.ndim == x.ndim and len(scale) > 1
-    scales = scale.tensor_split(count) if own else [scale] * count
+    has_rows = scale.ndim == x.ndim and len(scale) > 1
+    scales = scale.tensor_split(count) if has_rows else [scale] * count
     for part, its_scale, target in zip(x.tensor_split(count), scales, codes.tensor_split(count), strict=True):
         target.copy_(_in_range(part, its_scale, fmt, finite, fits))
     return codes
@@ -74,7 +74,7 @@ def _pieces(x: torch.Tensor, fits: bool) -> int:
 def _broadcasts_to(scale: torch.Tensor, x: torch.Tensor) -> bool:
     # not from `torch.broadcast_shapes`, which calls about 50 Python functions
     aligned = zip(reversed(scale.shape), reversed(x.shape), strict=False)
-    return scale.ndim <= x.ndim and all(own in (1, size) for own, size in aligned)
+    return scale.ndim <= x.ndim and all(length in (1, size) for length, size in aligned)
 
 
 def _known_finite(amax: torch.Tensor) -> bool:

@@ -84,9 +84,9 @@ def serving_state_dict(
             for name, grid in grids.items()
         ]
     )
-    for (name, grid), own in zip(grids.items(), bits, strict=True):
+    for (name, grid), scale_bits in zip(grids.items(), bits, strict=True):
         weight = state[name]
-        scale = _scale(name, grid, grid.amax(own, weight.shape), scaled.get(name))
+        scale = _scale(name, grid, grid.amax(scale_bits, weight.shape), scaled.get(name))
         state[name] = _like(weight, grid.quantize_part(local_of(weight), scale, region_of(weight)))
         shape = _BLOCKS.shape(weight.shape) if layout == "deepseek" else scale.shape or (1,)
         state[name + _SUFFIXES[layout]] = reciprocal(scale).expand(shape).clone(memory_format=torch.contiguous_format)
@@ -149,11 +149,11 @@ def _names_of_weights(model: nn.Module, casts: Mapping[str, CastRecipe]) -> dict
     for name, layer in zip(casts, layers, strict=True):
         weight = layer._parameters.get("weight") if isinstance(layer, nn.Linear) else None
         if weight is None:
-            found = "missing" if layer is None else f"a {type(layer).__name__}"
+            given = "missing" if layer is None else f"a {type(layer).__name__}"
             raise Fp8UnsupportedError(
-                f"The layer {name!r} is {found}: the layouts hold weights of nn.Linear layers. Leave it out of casts."
+                f"The layer {name!r} is {given}: the layouts hold weights of nn.Linear layers. Leave it out of casts."
             )
-        tied = [own for own, parameter in parameters if parameter is weight]
+        tied = [tied_name for tied_name, parameter in parameters if parameter is weight]
         if other := next((one for one in tied if modules[one.rpartition(".")[0]] not in layers), None):
             raise Fp8UnsupportedError(
                 f"The weight of {name!r} is tied to {other}, which stays in high precision. Leave the layer out of "

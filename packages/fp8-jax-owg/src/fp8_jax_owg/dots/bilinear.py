@@ -138,16 +138,18 @@ def multiply(
         Fp8UnsupportedError: JAX requested a forward-mode or second derivative.
     """
     tensors = tuple(tensor for tensor in how.tensors if not (tensor == "kernel" and isinstance(rhs, Fp8Param)))
-    found, live = match_state(meta, scaling, tensors)
+    settings, live = match_state(meta, scaling, tensors)
     result = np.dtype(lhs.dtype if dtype is None else dtype)
     dtypes = lhs.dtype, rhs.gradient.dtype if isinstance(rhs, Fp8Param) else rhs.dtype
-    master = isinstance(rhs, Master) and not found.by_row and bool(how.with_transposes(lhs, rhs.data).splits)
+    master = isinstance(rhs, Master) and not settings.by_row and bool(how.with_transposes(lhs, rhs.data).splits)
     rhs = rhs.data if isinstance(rhs, Master) and master else as_kernel(rhs)
-    if found.by_row:
+    if settings.by_row:
         with reverse_mode_only():
-            return how.by_row(lhs, rhs, found, result)
+            return how.by_row(lhs, rhs, settings, result)
     how = how.with_transposes(lhs, rhs)
-    product = BilinearCall(how=how, scaling=found, tensors=tensors, dtype=result, operand_dtypes=dtypes, master=master)
+    product = BilinearCall(
+        how=how, scaling=settings, tensors=tensors, dtype=result, operand_dtypes=dtypes, master=master
+    )
     lhs, rhs, extra = vary_alike((lhs, rhs, extra), live)
     with reverse_mode_only():
         return _multiply(product, lhs, rhs, extra, live)
@@ -166,11 +168,11 @@ def match_state(
     Raises:
         Fp8Error: Delayed scaling without leaves, leaves without delayed scaling, or histories of another length.
     """
-    found = as_scaling(scaling or (CurrentScaling() if meta is None else DelayedScaling()))
-    if not isinstance(found, DelayedScaling):
+    settings = as_scaling(scaling or (CurrentScaling() if meta is None else DelayedScaling()))
+    if not isinstance(settings, DelayedScaling):
         if meta is not None:
             raise Fp8Error("CurrentScaling has no state, and leaves were given. Leave them out, or use DelayedScaling.")
-        return found, {}
+        return settings, {}
     if meta is None:
         raise Fp8Error("Delayed scaling needs its state: pass the leaves of init_meta, or use CurrentScaling().")
     pairs = {tensor: pair_of(meta, tensor) for tensor in tensors}
@@ -178,13 +180,13 @@ def match_state(
     lengths = {pair.history.shape[-1] for pair in pairs.values()}
     # Without `scaling` no length is compared: only `init_meta` has a default length, matmuls accept histories of any
     # length.
-    if scaling is not None and lengths != {found.amax_history_length}:
+    if scaling is not None and lengths != {settings.amax_history_length}:
         raise Fp8Error(
             f"The amax histories of the FP8 state have {', '.join(map(str, sorted(lengths)))} entries, and the "
-            f"scaling has amax_history_length={found.amax_history_length}. Use the scaling of the checkpoint, or "
+            f"scaling has amax_history_length={settings.amax_history_length}. Use the scaling of the checkpoint, or "
             "resize its histories with fp8_jax_owg.checkpoint.upgrade."
         )
-    return found, live
+    return settings, live
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -201,8 +203,8 @@ def _forward(product: BilinearCall, lhs: jax.Array, rhs: Kernel, extra: Any, liv
         # `fp8_all_gather` has cast it, observed it and has its state
         b = Cast(rhs.data, rhs.data, rhs.scale_inv, None)
     else:
-        own = scales.get("kernel", ())
-        b = cast_operand(scaling, "kernel", rhs, own, splits.get("kernel", 0), product.master)
+        kernel_scales = scales.get("kernel", ())
+        b = cast_operand(scaling, "kernel", rhs, kernel_scales, splits.get("kernel", 0), product.master)
     result = scaled_dot(
         lambda a, b, dtype: how.forward(a, b, extra, dtype),
         (a.values, b.transposed),

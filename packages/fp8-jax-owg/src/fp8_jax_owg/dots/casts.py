@@ -99,12 +99,12 @@ def out_dq(y: ArrayLike, lhs_scale: jax.Array, rhs_scale: jax.Array, dtype: DTyp
 
 
 def _run(function: Callable[..., Any], x: ArrayLike, pair: Pair, scaling: ScalingChoice | None, tensor: Tensor) -> Any:
-    found = as_scaling(scaling or DelayedScaling())
-    if not isinstance(found, DelayedScaling):
-        raise Fp8Error(f"A cast with a scale and an amax history needs delayed scaling, got {found!r}.")
+    settings = as_scaling(scaling or DelayedScaling())
+    if not isinstance(settings, DelayedScaling):
+        raise Fp8Error(f"A cast with a scale and an amax history needs delayed scaling, got {settings!r}.")
     live = as_live(pair, tensor)
     with reverse_mode_only():
-        return function(_Cast(found, tensor), vary_alike(as_operand(x, "The operand of a cast"), live), live)
+        return function(_Cast(settings, tensor), vary_alike(as_operand(x, "The operand of a cast"), live), live)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -280,7 +280,7 @@ def _backward(rows: _Rows, residuals: tuple[jax.Array, ...], g: jax.Array) -> tu
         a = rows.cast("input", lhs, contraction.lhs, contraction.for_rhs)
         b = rows.cast("kernel", rhs, contraction.rhs, contraction.for_lhs)
         of_lhs, of_rhs = (
-            rows.cast("output_grad", g, contraction.out, one) for one in (contraction.for_lhs, contraction.for_rhs)
+            rows.cast("output_grad", g, contraction.out, how) for how in (contraction.for_lhs, contraction.for_rhs)
         )
     product = partial(_row_product, precision=_backward_precision(rows.how.precision))
     lhs_dtype, rhs_dtype = rows.operand_dtypes
@@ -306,6 +306,6 @@ def _row_product(a: _Slices, b: _Slices, out: str, unscaled: DTypeLike, **settin
     """Multiply in `unscaled`, and scale back; float32."""
     how = Contraction(a.letters, b.letters, out)
     # a barrier around both factors would keep XLA on GPUs from scaling in the matmul's epilogue
-    a_factor, b_factor = lax.optimization_barrier([how.align(one.back, one.letters) for one in (a, b)])
+    a_factor, b_factor = lax.optimization_barrier([how.align(side.back, side.letters) for side in (a, b)])
     result = how.apply(a.codes, b.codes, unscaled, **settings).astype(jnp.float32)
     return result * (a_factor * b_factor)

@@ -31,12 +31,12 @@ def as_letters(equation: str, a: jax.Array, b: Kernel) -> tuple[jax.Array, Kerne
     left, right = inputs.split(",")
     sizes = dict(zip(left, a.shape, strict=True)), dict(zip(right, b.shape, strict=True))
     # einsum repeats a dimension of length 1 that the other operand has longer, a contraction would sum over it
-    own, others = (
-        "".join(letter for letter, n in one.items() if n != 1 or other.get(letter, 1) == 1)
-        for one, other in (sizes, sizes[::-1])
+    letters, others = (
+        "".join(letter for letter, n in side.items() if n != 1 or other.get(letter, 1) == 1)
+        for side, other in (sizes, sizes[::-1])
     )
-    a, left = _own_part(a, left, own, others + out)
-    b, right = _own_part(b, right, others, own + out)
+    a, left = _own_part(a, left, letters, others + out)
+    b, right = _own_part(b, right, others, letters + out)
     return a, b, (left, right, out)
 
 

@@ -136,5 +136,5 @@ def convert_to_fp8(module: nn.Module, rules: RulesOrFilter = (), scaling: Scalin
     Raises:
         Fp8Error: A rule cannot be read; when it is called: no layer was converted.
     """
-    chosen = rules if callable(rules) else Rules.parse(rules)
-    return _Converted(module, chosen, as_scaling(scaling or DelayedScaling()))
+    decide = rules if callable(rules) else Rules.parse(rules)
+    return _Converted(module, decide, as_scaling(scaling or DelayedScaling()))

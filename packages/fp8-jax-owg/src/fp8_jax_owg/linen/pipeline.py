@@ -105,8 +105,8 @@ class LayerwiseShardablePipelined(nn.Module):
         arrays, rebuild = divide((broadcast_inputs, broadcast_kwargs))
         x, arrays = batch.split(x, "Activations"), batch.split(arrays, "Broadcast inputs")
         if self.is_initializing():
-            one = jax.tree.map(lambda h: h[0], (x, arrays))
-            self._make_variables(one[0], rebuild(one[1]), schedule)
+            example = jax.tree.map(lambda h: h[0], (x, arrays))
+            self._make_variables(example[0], rebuild(example[1]), schedule)
         return batch.join(self._run(x, arrays, rebuild, schedule))
 
     def _make_variables(self, one: Any, broadcast: Any, schedule: Schedule) -> None:

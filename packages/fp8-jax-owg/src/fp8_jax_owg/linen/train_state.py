@@ -43,14 +43,14 @@ class TrainState(train_state.TrainState):
                 that is not overwritten.
             **kwargs: Further fields of a subclass.
         """
-        chosen = trained if is_variables(params) else None
+        trained_names = trained if is_variables(params) else None
         # `MultiSteps` already keeps overwritten leaves from the optimizer.
         if isinstance(tx, MultiSteps):
             steps = copy.copy(tx)
-            steps.trained = tx.trained or chosen
+            steps.trained = tx.trained or trained_names
             optimizer: Any = steps.gradient_transformation()
         else:
-            optimizer = bypass_owg(tx, chosen)
+            optimizer = bypass_owg(tx, trained_names)
         state = optimizer.init(params)
         return cls(step=0, apply_fn=apply_fn, params=params, tx=optimizer, opt_state=state, **kwargs)
 

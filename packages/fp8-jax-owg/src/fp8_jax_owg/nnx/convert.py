@@ -67,15 +67,15 @@ def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoi
         decisions = [Decision(fqn=name, include=bool(rules(layer, name))) for name, layer in layers.items()]
     else:
         decisions = Rules.parse(rules).apply(layers)
-    chosen = [decision for decision in decisions if decision.include]
-    if not chosen:
+    included = [decision for decision in decisions if decision.include]
+    if not included:
         raise Fp8Error(
             f"No layer to convert among {len(layers)} ({', '.join(list(layers)[:3]) or 'none found'}). "
             "Check the rules and the model."
         )
     # all are made before one is set: an error leaves the model unchanged
-    made = [(layers[one.fqn], *_operation(layers[one.fqn], one, scaling)) for one in chosen]
-    for layer, attribute, operation in made:
+    operations = [(layers[one.fqn], *_operation(layers[one.fqn], one, scaling)) for one in included]
+    for layer, attribute, operation in operations:
         # NNX holds functions as static attributes; a module is data
         setattr(layer, attribute, nnx.data(operation))
         if attribute == "dot_general" and getattr(layer, "promote_dtype", None) is dtypes.promote_dtype:
@@ -97,12 +97,12 @@ def _operation(layer: Any, decision: Decision, default: ScalingChoice | None) ->
             f"self.{attribute} nor super(): it would not run in FP8. Leave it out with the rule '!{name}', or make it "
             f"multiply with self.{attribute}."
         )
-    one, shape = tuple(kernel_of(layer)), layer.kernel.shape
-    stacked = shape[: len(shape) - len(one)]
-    if (*stacked, *one) != shape:
+    kernel_shape, shape = tuple(kernel_of(layer)), layer.kernel.shape
+    stacked = shape[: len(shape) - len(kernel_shape)]
+    if (*stacked, *kernel_shape) != shape:
         raise Fp8Error(
-            f"The kernel of {name!r} has shape {shape}, and one layer's kernel has {one}. Stack layers along leading "
-            "dimensions (out_axes=0 of nnx.vmap), or convert them before."
+            f"The kernel of {name!r} has shape {shape}, and one layer's kernel has {kernel_shape}. Stack layers along "
+            "leading dimensions (out_axes=0 of nnx.vmap), or convert them before."
         )
     return attribute, kind(decision.recipe or default, stacked)
 

@@ -44,7 +44,7 @@ def value_and_grad(
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     asked = filterlib.to_predicate(wrt)
     # the state is differentiated in any case, and is separate if the gradient shall not hold it
-    chosen = filterlib.to_predicate(nnx.Any(wrt, is_overwritten))
+    differentiates = filterlib.to_predicate(nnx.Any(wrt, is_overwritten))
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -55,7 +55,7 @@ def value_and_grad(
         objects = {name: arg for name, arg in every.items() if name in differentiated or _holds_variables(arg)}
 
         def trains(path: Any, value: Any) -> bool:
-            return path[0] in differentiated and chosen(path[1:], value)
+            return path[0] in differentiated and differentiates(path[1:], value)
 
         graph, trained, rest = nnx.split(objects, trains, ...)
 

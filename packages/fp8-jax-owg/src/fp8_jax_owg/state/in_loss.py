@@ -152,15 +152,15 @@ def in_rows(function: Callable[..., jax.Array], *leaves: Sequence[jax.Array]) ->
         explicit = i if any(any(jax.typeof(x).sharding.spec) for x in row) else None
         groups.setdefault((explicit, *[(x.shape[-1], varying_axes(x)) for x in row]), []).append(i)
     results: list[Any] = [None] * len(rows)
-    for chosen in groups.values():
-        if len(chosen) == 1:
-            results[chosen[0]] = function(*rows[chosen[0]])
+    for members in groups.values():
+        if len(members) == 1:
+            results[members[0]] = function(*rows[members[0]])
             continue
-        columns = zip(*[rows[i] for i in chosen], strict=True)
+        columns = zip(*[rows[i] for i in members], strict=True)
         made = function(*[jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in column]) for column in columns])
-        sizes = [rows[i][0].size for i in chosen]
+        sizes = [rows[i][0].size for i in members]
         starts = _places(np.cumsum([0, *sizes[:-1]]))
-        for i, start, size in zip(chosen, starts, sizes, strict=True):
+        for i, start, size in zip(members, starts, sizes, strict=True):
             row = lax.dynamic_slice_in_dim(made, start, size)
             results[i] = row.reshape(*rows[i][0].shape[:-1], made.shape[-1])
     return results
@@ -184,10 +184,10 @@ def make_live(pairs: Sequence[Pair]) -> list[jax.Array]:
     Returns:
         float32 [..., 7] for each.
     """
-    made = in_rows(_live_rows, *zip(*pairs, strict=True)) if pairs else []
+    live_leaves = in_rows(_live_rows, *zip(*pairs, strict=True)) if pairs else []
     # Each separately: XLA would fuse the index of a tensor into the cast that reads it, and casts that differ only in
     # it would be compiled one by one.
-    return list(map(lax.optimization_barrier, made))
+    return list(map(lax.optimization_barrier, live_leaves))
 
 
 @jax.jit
@@ -252,10 +252,10 @@ def scales_of(live: Mapping[Tensor, jax.Array], scaling: Scaling) -> dict[Tensor
     """
     if not isinstance(scaling, DelayedScaling):
         return {}
-    live = {tensor: numbers_of(one) for tensor, one in live.items()}
+    live = {tensor: numbers_of(leaf) for tensor, leaf in live.items()}
     formats = [scaling.format_of(tensor) for tensor in live]
     if scaling.margin == 0 and scaling.amax_compute_algo == "max" and all(fmt in MADE for fmt in formats):
-        return {tensor: [one[i] for i in MADE[fmt]] for (tensor, one), fmt in zip(live.items(), formats, strict=True)}
+        return {tensor: [leaf[i] for i in MADE[fmt]] for (tensor, leaf), fmt in zip(live.items(), formats, strict=True)}
     rows = jnp.stack(list(live.values()))
     amax = rows[:, LiveIndex.GREATEST]
     if scaling.amax_compute_algo == "most_recent":
@@ -283,8 +283,8 @@ def observation(amax: jax.Array, back: jax.Array, live: jax.Array) -> jax.Array:
     seen = [lax.reshape(to_bits(x), (1,)) for x in (amax, witness(amax), back)]
     finite = lax.lt(float_key(amax), INFINITY_KEY)
     bits = lax.select(finite, lax.concatenate([*seen, CONSTANT_PLACES], 0), np.full(WIDTH, NOT_OBSERVED_BITS, np.int32))
-    found = like(from_bits(bits), live)
-    return cotangents.from_numbers(found) if is_state(live) else cotangents.encode(found)
+    cotangent = like(from_bits(bits), live)
+    return cotangents.from_numbers(cotangent) if is_state(live) else cotangents.encode(cotangent)
 
 
 def to_gradient(pairs: Sequence[Pair], cotangents_of: Sequence[jax.Array]) -> list[Pair]:
@@ -294,11 +294,13 @@ def to_gradient(pairs: Sequence[Pair], cotangents_of: Sequence[jax.Array]) -> li
         pairs: At rest.
         cotangents_of: float32 [..., 7] of the live leaf of each, encoded.
     """
-    found = []
-    for (_, history), seen in zip(pairs, in_rows(_seen_rows, [one.scale for one in pairs], cotangents_of), strict=True):
+    pairs_seen = []
+    for (_, history), seen in zip(
+        pairs, in_rows(_seen_rows, [pair.scale for pair in pairs], cotangents_of), strict=True
+    ):
         rest = jnp.zeros((*seen.shape[:-1], max(history.shape[-1] - 2, 0)), jnp.float32)
-        found.append(Pair(seen[..., :1], jnp.concatenate([seen[..., 1:], rest], axis=-1)))
-    return found
+        pairs_seen.append(Pair(seen[..., :1], jnp.concatenate([seen[..., 1:], rest], axis=-1)))
+    return pairs_seen
 
 
 @jax.jit
@@ -340,7 +342,7 @@ def next_pair(old: Pair, gradient: Pair) -> Pair:
     replaced = jnp.where(cotangents.is_observed(plain) & (scale > 0), plain, old.history)
     new_scale = jnp.where(cotangents.is_observed(scale), jnp.abs(scale), old.scale)
     bits = to_bits(new_scale), to_bits(jnp.where(observed, rolled, replaced))
-    return Pair(*(from_bits(jnp.where(observed & ~agrees, NAN_BITS, one)) for one in bits))
+    return Pair(*(from_bits(jnp.where(observed & ~agrees, NAN_BITS, field)) for field in bits))
 
 
 # ---------------------------------------------------------------- outside of value_and_grad

@@ -134,8 +134,8 @@ def _bind(equation: Any, values: list[Any], **changes: Any) -> list[Any]:
 def _run_scan(equation: Any, values: list[Any]) -> list[Any]:
     params, body = equation.params, equation.params["jaxpr"]
     # recognized by shapes: scanned values have one dimension less in the body, and stacked ones one more outside
-    scanned = sum(x.aval.ndim != own.aval.ndim for x, own in zip(equation.invars, body.jaxpr.invars, strict=True))
-    carried = sum(x.aval.ndim == own.aval.ndim for x, own in zip(equation.outvars, body.jaxpr.outvars, strict=True))
+    scanned = sum(x.aval.ndim != inner.aval.ndim for x, inner in zip(equation.invars, body.jaxpr.invars, strict=True))
+    carried = sum(x.aval.ndim == inner.aval.ndim for x, inner in zip(equation.outvars, body.jaxpr.outvars, strict=True))
     consts = len(values) - scanned - carried
     closed, first, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
 

@@ -63,14 +63,14 @@ def init_meta(scaling: ScalingChoice | None = None, tensors: tuple[Tensor, ...] 
 def find_pairs(tree: Any) -> list[Pair]:
     """Return the leaf indices of a tree's pairs, sorted by scale."""
     places = {names: place for place, names in enumerate(names_of(tree))}
-    found = []
+    pairs = []
     for names, place in places.items():
         # At every place of the path, not only the last one: variables and boxes add keys after the name.
         for i, name in enumerate(names):
             partner = (*names[:i], name.removesuffix(SCALE) + HISTORY, *names[i + 1 :])
             if name.endswith(SCALE) and partner in places:
-                found.append(Pair(place, places[partner]))
-    return found
+                pairs.append(Pair(place, places[partner]))
+    return pairs
 
 
 def take(leaves: Sequence[Any], pair: Pair) -> Pair:

@@ -130,13 +130,13 @@ def replicated(tree: Any, axes: str | tuple[str, ...], *, sharded: str | tuple[s
         Fp8Error: With `check_vma=False`, an axis of the `shard_map` is named nowhere.
     """
     names = (axes,) if isinstance(axes, str) else tuple(axes)
-    own = (sharded,) if isinstance(sharded, str) else tuple(sharded)
+    sharded_axes = (sharded,) if isinstance(sharded, str) else tuple(sharded)
     values = unshare(tree)
     # `lax.axis_index` differs along its axes by definition: if its type does not show it, check_vma is off.
     if not varying_axes(lax.axis_index(names)):
         # Every axis matters: the transpose of `shard_map` sums the results of devices over all axes that an input does
         # not name.
-        if unnamed := sorted(set(jax.sharding.get_abstract_mesh().manual_axes) - {*names, *own}):
+        if unnamed := sorted(set(jax.sharding.get_abstract_mesh().manual_axes) - {*names, *sharded_axes}):
             raise Fp8Error(
                 f"replicated got the axes {', '.join(names)}, and the shard_map has {', '.join(unnamed)} as well: "
                 "JAX would sum the observations of devices along it. Name it in axes, or in sharded=... if the values "

@@ -37,8 +37,8 @@ def _uniforms(seed: int, name: str, first: int, last: int) -> NDArray[np.float32
     counter = np.arange(first // 4, -(-last // 4), dtype=np.uint64)  # four numbers for each
     zeros = np.zeros_like(counter)
     words = np.stack(philox((counter & np.uint64(0xFFFFFFFF), counter >> np.uint64(32), zeros, zeros), key), axis=-1)
-    made = ((words.astype(np.float64) + 0.5) / 2.0**32).astype(np.float32).reshape(-1)
-    return made[first % 4 : first % 4 + last - first]
+    drawn = ((words.astype(np.float64) + 0.5) / 2.0**32).astype(np.float32).reshape(-1)
+    return drawn[first % 4 : first % 4 + last - first]
 
 
 @cache

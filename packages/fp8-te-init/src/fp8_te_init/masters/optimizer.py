@@ -92,8 +92,17 @@ class MasterOptimizer(Optimizer):
         # copies parameters and masters once. Pickles of weights have only codes, so masters are updated from external
         # writes first.
         self._follow_writes()
-        own = ("inner", "reductions", "_masters", "_kinds", "_agreed", "_shared", "_round_through_dtype", "_published")
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
+        attributes = (
+            "inner",
+            "reductions",
+            "_masters",
+            "_kinds",
+            "_agreed",
+            "_shared",
+            "_round_through_dtype",
+            "_published",
+        )
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in attributes}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy: copied masters belong to copied weights."""
@@ -145,10 +154,10 @@ class MasterOptimizer(Optimizer):
         Raises:
             Fp8Error: A parameter replaces none of the old ones, or one of another shape.
         """
-        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+        for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
             # as sets: some optimizers sort their parameters
-            trained = {id(self._masters.get(parameter, parameter)) for parameter in ours["params"]}
-            if trained != {id(parameter) for parameter in theirs["params"]}:
+            trained = {id(self._masters.get(parameter, parameter)) for parameter in group["params"]}
+            if trained != {id(parameter) for parameter in inner_group["params"]}:
                 self._exchange()
                 return
 
@@ -156,14 +165,14 @@ class MasterOptimizer(Optimizer):
     def _exchange(self) -> None:
         pairs = zip(self.param_groups, self.inner.param_groups, strict=True)
         for old, parameter in exchanged(
-            [(ours["params"], len(theirs["params"])) for ours, theirs in pairs], self._kinds
+            [(ours["params"], len(inner_group["params"])) for ours, inner_group in pairs], self._kinds
         ):
             self._take_over(old, parameter)
-        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            theirs["params"] = [self._masters.get(parameter, parameter) for parameter in ours["params"]]
-        own = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._kinds = {parameter: self._kinds[parameter] for parameter in own}
-        self._masters = {parameter: self._masters[parameter] for parameter in own if parameter in self._masters}
+        for ours, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner_group["params"] = [self._masters.get(parameter, parameter) for parameter in ours["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._kinds = {parameter: self._kinds[parameter] for parameter in parameters}
+        self._masters = {parameter: self._masters[parameter] for parameter in parameters if parameter in self._masters}
         self._agreed = {parameter: self._agreed[parameter] for parameter in self._masters}
         self._publish()
 
@@ -179,9 +188,11 @@ class MasterOptimizer(Optimizer):
         if after is not new and before is not old:
             values, local, weight = local_of(part_like(before, after)), local_of(after), fp8_of(new)
             rounded = values.to(new.dtype)
-            own = weight.quantized(rounded if self._round_through_dtype else values) if weight is not None else rounded
+            quantized = (
+                weight.quantized(rounded if self._round_through_dtype else values) if weight is not None else rounded
+            )
             # else something was written to it in between
-            if torch.equal(own, local_of(new).detach() if weight is None else weight.own_codes):
+            if torch.equal(quantized, local_of(new).detach() if weight is None else weight.own_codes):
                 local.copy_(values)
             self._agree(new)
 
@@ -404,14 +415,14 @@ class MasterOptimizer(Optimizer):
         Schedulers set options here. Some optimizers (Prodigy, schedule-free ones) keep their own state in the groups
         and add keys in a step: pushing our values then would reset them.
         """
-        for index, (ours, theirs) in enumerate(zip(self.param_groups, self.inner.param_groups, strict=True)):
+        for index, (group, inner_group) in enumerate(zip(self.param_groups, self.inner.param_groups, strict=True)):
             shared = self._shared.get(index, {})
-            for key, value in ours.items():
+            for key, value in group.items():
                 # `is not`: an option may be a tensor (a learning rate), whose comparison would wait for the device
                 if key != "params" and (key not in shared or shared[key] is not value):
-                    theirs[key] = value
-            self._shared[index] = {key: value for key, value in theirs.items() if key != "params"}
-            ours.update(self._shared[index])
+                    inner_group[key] = value
+            self._shared[index] = {key: value for key, value in inner_group.items() if key != "params"}
+            group.update(self._shared[index])
 
     # ------------------------------------------------------------ checkpoints
 
@@ -449,8 +460,8 @@ class MasterOptimizer(Optimizer):
             )
         pairs = [
             pair
-            for ours, theirs in zip(self.param_groups, groups, strict=True)
-            for pair in zip(ours["params"], theirs["params"], strict=True)
+            for ours, loaded in zip(self.param_groups, groups, strict=True)
+            for pair in zip(ours["params"], loaded["params"], strict=True)
         ]
         missing = [p for p, index in pairs if p in self._masters and MASTER not in state_dict["state"].get(index, {})]
         if missing:
@@ -459,8 +470,8 @@ class MasterOptimizer(Optimizer):
                 "optimizer without masters. Seed new ones with seed_masters instead."
             )
         # Not `Optimizer.load_state_dict`: it casts the state to the dtype of its parameter, bfloat16 for many weights.
-        for ours, theirs in zip(self.param_groups, groups, strict=True):
-            ours.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
+        for ours, loaded in zip(self.param_groups, groups, strict=True):
+            ours.update({key: value for key, value in loaded.items() if key not in ("params", "param_names")})
         for parameter, index in pairs:
             # a copy of the dictionary: the master is popped from it, and the checkpoint is the caller's
             state, master = dict(state_dict["state"].get(index, {})), self._masters.get(parameter)
@@ -471,8 +482,8 @@ class MasterOptimizer(Optimizer):
                 self._agreed[parameter] = (version, -1)
             if state:
                 device = local_of(parameter).device
-                own = {name: _own(value, device, name) for name, value in state.items()}
-                self.inner.state[parameter if master is None else master] = own
+                moved = {name: _own(value, device, name) for name, value in state.items()}
+                self.inner.state[parameter if master is None else master] = moved
         self._share_options()
         self._publish()
 
@@ -487,9 +498,9 @@ class MasterOptimizer(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 master = self._masters.get(parameter)
-                own = self.inner.state.get(parameter if master is None else master, {})
-                if own or master is not None:
-                    self.state[parameter] = dict(own) if master is None else {MASTER: master, **own}
+                inner_state = self.inner.state.get(parameter if master is None else master, {})
+                if inner_state or master is not None:
+                    self.state[parameter] = dict(inner_state) if master is None else {MASTER: master, **inner_state}
 
 
 def _reshard(written: set[int]) -> None:

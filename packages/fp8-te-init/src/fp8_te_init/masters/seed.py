@@ -80,7 +80,7 @@ def seed_masters(
     # Quantize values that were written to shards now. Without preservation they are not known afterwards, as in one
     # process.
     agree_on_written(parameter for _, parameter, _ in weights)
-    found: list[tuple[Callable[[torch.Tensor], None], torch.Tensor]] = []
+    masters: list[tuple[Callable[[torch.Tensor], None], torch.Tensor]] = []
     sources: dict[str, str] = {}
     with _raising_together(groups, weights[0][2].device if weights else torch.device("cpu")):
         for name, parameter, weight in weights:
@@ -88,19 +88,19 @@ def seed_masters(
             setters = [set_ for set_ in setters if set_ is not None]
             if setters:
                 values, sources[name] = _values(name, weight, fallback, seed)
-                found += [(set_, values) for set_ in setters if set_ is not None]
+                masters += [(set_, values) for set_ in setters if set_ is not None]
         for sentence in lost_weights(model):
             raise MissingInitError(sentence)
         trained = [name for name, parameter, _ in weights if parameter.requires_grad]
-        if trained and not found and fallback is None:
+        if trained and not masters and fallback is None:
             raise MissingInitError(
                 f"The optimizer holds none of the {len(trained)} trained FP8 weights of this model. "
                 "It was made for another model or a copy of it, or before fully_shard: make it for this one."
             )
-    for set_, values in found:
+    for set_, values in masters:
         set_(values)
     released = sum(weight.release() for _, _, weight in weights)
-    found.clear()  # it refers to the released values
+    masters.clear()  # it refers to the released values
     values = set_ = None
     _return_freed_memory()
     return SeedReport(sources=sources, released_bytes=released)
@@ -188,15 +188,15 @@ def _setter(optimizer: Any, name: str, parameter: Any, *, strict: bool) -> Calla
     if isinstance(optimizer, MasterOptimizer) and optimizer.owns(parameter):
         return lambda values: optimizer.set_master(parameter, values)
     # `is`: comparing tensors with == or `in` compares their elements
-    owned = any(own is parameter for group in optimizer.param_groups for own in group["params"])
+    owned = any(local is parameter for group in optimizer.param_groups for local in group["params"])
     if owned and hasattr(optimizer, "set_scaled_state") and getattr(optimizer, "master_weights", True):
         return _setter_of_fused(optimizer, parameter)
     # checked first: `state` is a defaultdict, and a look-up would add an empty entry
     master = optimizer.state[parameter].get(MASTER) if parameter in optimizer.state else None
     master = getattr(parameter, "main_param", None) if master is None else master
     if isinstance(master, torch.Tensor):
-        own = local_of(master)
-        return lambda values: own.copy_(values.reshape(own.shape))  # pyrefly: ignore[bad-return]
+        local = local_of(master)
+        return lambda values: local.copy_(values.reshape(local.shape))  # pyrefly: ignore[bad-return]
     if owned and parameter.requires_grad and strict:
         if isinstance(optimizer, MasterOptimizer):
             raise MissingInitError(

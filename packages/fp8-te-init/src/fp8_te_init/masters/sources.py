@@ -31,16 +31,16 @@ def part_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     Raises:
         Fp8Error: `whole` is distributed itself, and otherwise.
     """
-    local, own = local_of(like), local_of(whole)
+    local, part = local_of(like), local_of(whole)
     if not isinstance(whole, DTensor):
         first = region_of(like).offset
-        own = whole[tuple(slice(start, start + size) for start, size in zip(first, local.shape, strict=True))]
-    elif not (isinstance(like, DTensor) and whole.placements == like.placements and own.shape == local.shape):
+        part = whole[tuple(slice(start, start + size) for start, size in zip(first, local.shape, strict=True))]
+    elif not (isinstance(like, DTensor) and whole.placements == like.placements and part.shape == local.shape):
         raise Fp8Error(
             f"A parameter placed as {getattr(like, 'placements', None)} replaced one placed as "
             f"{whole.placements}: save and load the optimizer to reshard it (torch.distributed.checkpoint)."
         )
-    return distributed_like(like, own.detach().to(local.device, copy=True))
+    return distributed_like(like, part.detach().to(local.device, copy=True))
 
 
 def register_master(parameter: torch.Tensor, master: torch.Tensor, *, rounds: bool) -> None:
@@ -74,7 +74,7 @@ def exchanged(
     Raises:
         Fp8Error: A parameter replaces none of the known ones, or one of another shape.
     """
-    rest, found = iter(list(known)), list[tuple[torch.Tensor, torch.Tensor]]()
+    rest, pairs = iter(list(known)), list[tuple[torch.Tensor, torch.Tensor]]()
     present = {id(parameter) for parameters, _ in groups for parameter in parameters}
     for parameters, count in groups:
         before = list(itertools.islice(rest, count))
@@ -87,5 +87,5 @@ def exchanged(
                     "replaces no other of this shape: make the optimizer for the final model, after fully_shard, "
                     " or use add_param_group."
                 )
-            found.append((old, parameter))
-    return found
+            pairs.append((old, parameter))
+    return pairs

@@ -94,10 +94,10 @@ class Checkpoint:
         index = self.path / INDEX
         if index.is_file():
             return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        found = sorted(file.name for file in self.path.glob("*.safetensors"))
-        if not found:
+        paths = sorted(file.name for file in self.path.glob("*.safetensors"))
+        if not paths:
             raise Fp8Error(f"{self.path} has no safetensors files.")
-        return found
+        return paths
 
     @property
     def quantization(self) -> dict[str, Any]:

@@ -141,8 +141,8 @@ def experts_class(cls: type) -> type:
 def _own_forward(cls: type) -> Callable[..., Any]:
     """Return the original expert loop under generated classes."""
     classes = cls.__mro__
-    own = classes[classes.index(PublishedExperts) + 2]  # behind _Published
-    return inspect.unwrap(own.forward)
+    original = classes[classes.index(PublishedExperts) + 2]  # behind _Published
+    return inspect.unwrap(original.forward)
 
 
 def hold_linear(layer: nn.Linear, weight: PublishedWeight, multiply: Multiply) -> None:

@@ -74,8 +74,8 @@ def convert_published(
     for name, parameter in list(model.named_parameters()):
         if published_of(parameter) is not None:
             continue
-        made = _converted(files, name_in_file(name, rename), parameter)
-        if made is None:
+        weight = _converted(files, name_in_file(name, rename), parameter)
+        if weight is None:
             continue
         above, _, last = name.rpartition(".")
         module = model.get_submodule(above)
@@ -83,10 +83,10 @@ def convert_published(
             raise Fp8Error(f"{name} is distributed already: call convert_published before fully_shard.")
         if type(module) is nn.Linear and last == "weight":
             _refuse_shared(model, name, parameter)
-            hold_linear(module, made, multiply)
+            hold_linear(module, weight, multiply)
         elif last in STACKS and parameter.ndim == 3:
             _refuse_experts(module, name)
-            hold_stack(module, last, made, name, multiply)
+            hold_stack(module, last, weight, name, multiply)
         else:
             raise Fp8UnsupportedError(
                 f"{name} of a {type(module).__name__} has FP8 codes in the file: weights of nn.Linear and stacks of "
@@ -136,7 +136,7 @@ def load_published(
         convert_published(model, path, multiply=multiply, rename=rename)
     files, used = Checkpoint(path), set[str]()
     sources = {name: _sources(files, name_in_file(name, rename), tensor, name) for name, tensor in _tensors(model)}
-    _check_buffers(model, {name for name, found in sources.items() if found})
+    _check_buffers(model, {name for name, names in sources.items() if names})
     allocated = _allocate(model, device)
     for name, tensor in _tensors(model):
         for part in sources[name]:
@@ -196,8 +196,8 @@ def published_tensors(
                 if (plain := _part_of_plain(tensor, part)) is not None:
                     rows, offset = plain
                     yield part.name, offset[0] if offset else 0, rows.to(DTYPES[files.entries[part.name].dtype])
-            elif (own := _part_of_codes(weight.stored, part)) is not None:
-                yield part.name, own[1], own[0].view(CODES)
+            elif (codes := _part_of_codes(weight.stored, part)) is not None:
+                yield part.name, codes[1], codes[0].view(CODES)
                 scale, shape = _scale_of(weight.stored, part), files.entries[layout.scale].shape
                 scale = (scale if scale.numel() == math.prod(shape) else scale[:1]).reshape(shape)
                 yield layout.scale, 0, scale.view(layout.dtype)
@@ -241,7 +241,7 @@ def _converted(files: Checkpoint, name: str, parameter: torch.Tensor) -> Publish
 
 
 def _refuse_shared(model: nn.Module, name: str, parameter: torch.Tensor) -> None:
-    others = [one for one, other in model.named_parameters(remove_duplicate=False) if other is parameter]
+    others = [other_name for other_name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
     if len(others) > 1:
         raise Fp8UnsupportedError(f"{name} has FP8 codes in the file, and its weight is shared by {', '.join(others)}.")
 
@@ -261,14 +261,18 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     reshard(model)
     yield from model.named_parameters()
     for prefix, module in model.named_modules():
-        scales = {f"{name}_scale_inv" for name, one in module._parameters.items() if published_of(one) is not None}
+        scales = {
+            f"{name}_scale_inv" for name, parameter in module._parameters.items() if published_of(parameter) is not None
+        }
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in scales:
                 yield f"{prefix}.{name}".lstrip("."), buffer
 
 
 def _check_buffers(model: nn.Module, in_file: set[str]) -> None:
-    scales = {id(weight.scale_inv) for one in model.parameters() if (weight := published_of(one)) is not None}
+    scales = {
+        id(weight.scale_inv) for parameter in model.parameters() if (weight := published_of(parameter)) is not None
+    }
     for name, buffer in model.named_buffers():
         if buffer.is_meta and name not in in_file and id(buffer) not in scales:
             module = name.rpartition(".")[0]
@@ -284,10 +288,10 @@ def _sources(files: Checkpoint, name: str, tensor: torch.Tensor, own_name: str) 
     Raises:
         Fp8Error: The file does not have it, or in another shape.
     """
-    found = list(parts(files, name, tuple(tensor.shape)))
-    if not found and isinstance(tensor, nn.Parameter) and not is_adapter(own_name):
+    file_parts = list(parts(files, name, tuple(tensor.shape)))
+    if not file_parts and isinstance(tensor, nn.Parameter) and not is_adapter(own_name):
         raise Fp8Error(f"{own_name} is not in {files.path}; looked for {name}. Do the names differ? Pass rename=.")
-    for part in found:
+    for part in file_parts:
         shape = files.entries[part.name].shape
         if part.expert is None and shape != tuple(tensor.shape):
             raise Fp8Error(f"{part.name} is {list(shape)} in the file, and {own_name} is {list(tensor.shape)}.")
@@ -296,7 +300,7 @@ def _sources(files: Checkpoint, name: str, tensor: torch.Tensor, own_name: str) 
                 f"{part.name} is {files.entries[part.name].dtype} in the file, and {own_name} in the model is a "
                 f"{type(local_of(tensor)).__name__} of {tensor.dtype}. Call convert_published with this file."
             )
-    return found
+    return file_parts
 
 
 def _part_of_plain(tensor: torch.Tensor, part: Part) -> tuple[torch.Tensor, tuple[int, ...]] | None:
@@ -337,8 +341,8 @@ def _allocate(model: nn.Module, device: torch.device | str | None) -> list[str]:
         return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor
 
     for module in model.modules():
-        own = (*module._parameters.values(), *module._buffers.values())
-        if any(tensor is not None and tensor.is_meta for tensor in own):
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        if any(tensor is not None and tensor.is_meta for tensor in tensors):
             module._apply(allocated, recurse=False)
     return names
 

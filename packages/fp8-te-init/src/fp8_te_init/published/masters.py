@@ -114,8 +114,8 @@ class PublishedOptimizer:
             values, region = local_of(master).detach(), region_of(parameter)
             parts.append((weight.stored, grid, values, region, group_of_parts(parameter)))
         bits, _ = max_by_group([(grid.amax_bits(values, region), group) for _, grid, values, region, group in parts])
-        for (stored, grid, values, region, _), own in zip(parts, bits, strict=True):
-            _write(stored, grid, values, region, grid.amax(own, stored.shape))
+        for (stored, grid, values, region, _), weight_bits in zip(parts, bits, strict=True):
+            _write(stored, grid, values, region, grid.amax(weight_bits, stored.shape))
 
 
 def _write(stored: Stored, grid: ScaleGrid, values: torch.Tensor, region: Region, amax: torch.Tensor) -> None:

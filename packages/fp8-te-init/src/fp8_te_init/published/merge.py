@@ -54,8 +54,9 @@ class MergeReport(list[LayerMerge]):
         """Return a line for each layer."""
         lines = [f"{'layer':50} {'|d|/|w|':>9} {'share':>7} {'error':>7} {'bf16 error':>10}  advice"]
         lines += [
-            f"{one.name:50} {one.size:9.1e} {one.share:7.1%} {one.error:7.3f} {one.copy_error:10.3f}  {one.advice}"
-            for one in self
+            f"{layer.name:50} {layer.size:9.1e} {layer.share:7.1%} {layer.error:7.3f} {layer.copy_error:10.3f}  "
+            f"{layer.advice}"
+            for layer in self
         ]
         return "\n".join(lines)
 
@@ -137,7 +138,7 @@ def merge_adapter(
 
 
 def _adapted(model: nn.Module, adapter: str) -> Iterator[tuple[str, Any]]:
-    found = False
+    adapted = False
     reshard(model)
     for name, layer in model.named_modules():
         base: Any = getattr(layer, "base_layer", None)
@@ -145,9 +146,9 @@ def _adapted(model: nn.Module, adapter: str) -> Iterator[tuple[str, Any]]:
         if isinstance(weight, DTensor):
             raise Fp8Error(f"{name} is sharded: load the model and the adapter whole to merge.")
         if isinstance(weight, PublishedWeight) and adapter in getattr(layer, "lora_A", ()):
-            found = True
+            adapted = True
             yield name, layer
-    if not found:
+    if not adapted:
         raise Fp8Error(f"The model has no adapter {adapter!r} on a published weight.")
 
 

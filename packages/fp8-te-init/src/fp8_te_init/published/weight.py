@@ -297,7 +297,7 @@ def _decode(codes: torch.Tensor, scale_inv: torch.Tensor, block: Block, first: i
 
 def _take(target: PublishedWeight, source: torch.Tensor) -> PublishedWeight:
     """Copy codes unchanged; from another weight also the row offset."""
-    mine = target._stored
+    stored = target._stored
     if not isinstance(source, PublishedWeight):
         if source.dtype not in (CODES, torch.uint8):
             if _are_same(source, target):
@@ -314,14 +314,14 @@ def _take(target: PublishedWeight, source: torch.Tensor) -> PublishedWeight:
     # FSDP2 shards a weight by copying a view of its rows into a padded tensor of `new_zeros`: the offset of the view in
     # its storage gives the row indices.
     row, inside = divmod(int(source._codes.storage_offset() - other.codes.storage_offset()), unit)
-    alike = (mine.shape, mine.block, mine.dtype) == (other.shape, other.block, other.dtype)
-    moved = target._codes.storage_offset() != mine.codes.storage_offset()
+    alike = (stored.shape, stored.block, stored.dtype) == (other.shape, other.block, other.dtype)
+    moved = target._codes.storage_offset() != stored.codes.storage_offset()
     if inside or moved or not alike or source.shape != target.shape or source._codes.shape[1:] != other.codes.shape[1:]:
         raise Fp8Error(f"{source!r} cannot be copied to {target!r}: they are parts of different weights.")
-    mine.first = other.first + row
+    stored.first = other.first + row
     target._codes.copy_(source._codes)
-    if mine.scale_inv is not other.scale_inv:
-        mine.scale_inv.copy_(other.scale_inv)
+    if stored.scale_inv is not other.scale_inv:
+        stored.scale_inv.copy_(other.scale_inv)
     return target
 
 
@@ -342,10 +342,14 @@ def _twin(weight: PublishedWeight, func: Any, rest: tuple, kwargs: dict) -> Publ
         # FSDP2 makes the padded tensor for its shard so; it copies nothing to one without rows.
         codes = func(weight._codes, rest[0], *rest[1:], **options)
         return PublishedWeight(codes, stored.around(codes, first=stored.shape[0]))
-    own = stored.codes[: len(weight)] if weight.ndim == stored.codes.ndim else None
-    if func not in _COPIES or own is None or (own.shape, own.stride()) != (weight.shape, weight._codes.stride()):
+    local_codes = stored.codes[: len(weight)] if weight.ndim == stored.codes.ndim else None
+    if (
+        func not in _COPIES
+        or local_codes is None
+        or (local_codes.shape, local_codes.stride()) != (weight.shape, weight._codes.stride())
+    ):
         return None
-    if weight._codes.storage_offset() != own.storage_offset():
+    if weight._codes.storage_offset() != local_codes.storage_offset():
         return None
     codes = func(stored.codes, *rest, **options)
     return PublishedWeight(codes[: len(weight)], stored.around(codes))

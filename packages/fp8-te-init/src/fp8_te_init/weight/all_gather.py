@@ -92,15 +92,15 @@ def pre_all_gather(
     origin.check()
     if origin.pending is not None:
         beside = list(fsdp.shards(fsdp.find_root(lambda local: _state_of(local) is origin)))
-        own = [shard for shard in beside if isinstance(_state_of(shard.local), WeightState)]
-        fsdp.check_gathers(own)
+        states = [shard for shard in beside if isinstance(_state_of(shard.local), WeightState)]
+        fsdp.check_gathers(states)
         if origin.pending == "agreement":
-            agree_on_written(shard.parameter for shard in own)
+            agree_on_written(shard.parameter for shard in states)
             if origin is not state:  # the rows to send were copied before the agreement
                 state.codes.copy_(origin.codes)
                 state.scale.copy_(origin.scale)
                 state.mark_consistent()
-        for shard in own:
+        for shard in states:
             if shard.local._state.pending == "check":
                 shard.local._state.pending = None
     if origin.start is not None:
@@ -127,7 +127,11 @@ def _origin(state: WeightState, module: nn.Module) -> WeightState:
     Under CPU offload FSDP2 sends a copy, with the same unrounded values.
     """
     held = [_state_of(local_of(parameter)) for parameter in module._parameters.values()]
-    copied = (own for own in held if own is not None and own.part == state.part and own.start is state.start)
+    copied = (
+        candidate
+        for candidate in held
+        if candidate is not None and candidate.part == state.part and candidate.start is state.start
+    )
     return state if state in held else next(copied, state)
 
 

@@ -99,25 +99,25 @@ def _codes_in(name: str, module: nn.Module, state_dict: dict, prefix: str, local
     if local.ndim == 3 and local.dtype == torch.uint8 and local.shape[1:] == (1, primary.shape[1]):
         local = local.squeeze(1)
         given = state_dict[key] = local if not isinstance(given, DTensor) else distributed_like(parameter, local)
-    own = {prefix + b: t for b, t in zip(buffer_names(name, state), (state.scale, state.history), strict=True)}
-    own = {buffer: tensor for buffer, tensor in own.items() if tensor is not None}
+    buffers = {prefix + b: t for b, t in zip(buffer_names(name, state), (state.scale, state.history), strict=True)}
+    buffers = {buffer: tensor for buffer, tensor in buffers.items() if tensor is not None}
     if state.loading and not state.scales_came:
         # `set_model_state_dict` has broadcast codes, and gives a buffer itself for scales that it did not get
-        for buffer, tensor in own.items():
+        for buffer, tensor in buffers.items():
             if buffer in state_dict and state_dict[buffer].data_ptr() == tensor.data_ptr():
                 del state_dict[buffer]
     if isinstance(local, PrimaryFloat8Weight):
         if local.state is state and not state.loading:  # values were broadcast into it
-            state_dict |= own
+            state_dict |= buffers
     elif local_metadata.get("assign_to_params_buffers"):
         # `load_state_dict(assign=True)` would replace parameter and buffers by plain tensors
-        given_scales = {} if local.is_floating_point() else {b: state_dict[b] for b in own if b in state_dict}
-        loaded = _assigned(state, local, *(given_scales.get(buffer) for buffer in own))
+        given_scales = {} if local.is_floating_point() else {b: state_dict[b] for b in buffers if b in state_dict}
+        loaded = _assigned(state, local, *(given_scales.get(buffer) for buffer in buffers))
         state_dict[key] = distributed_like(given, loaded)
         if local.is_floating_point():
-            state_dict |= dict(zip(own, (loaded.scale, loaded.state.history), strict=False))
+            state_dict |= dict(zip(buffers, (loaded.scale, loaded.state.history), strict=False))
     elif local.is_floating_point():
-        state_dict |= own  # no key is missing: the scales follow from the values
+        state_dict |= buffers  # no key is missing: the scales follow from the values
 
 
 @torch.no_grad()

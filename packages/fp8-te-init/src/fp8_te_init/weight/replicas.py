@@ -51,10 +51,10 @@ def _sent(state: WeightState) -> list[torch.Tensor]:
 
 
 def _refuse_unlike(states: list[WeightState], group: dist.ProcessGroup, source: int) -> None:
-    mine = [(tuple(s.codes.shape), s.part) for s in states]
-    theirs = [mine]
-    dist.broadcast_object_list(theirs, source, group=group)
-    if _any_rank(theirs[0] != mine, group):
+    described = [(tuple(s.codes.shape), s.part) for s in states]
+    received = [described]
+    dist.broadcast_object_list(received, source, group=group)
+    if _any_rank(received[0] != described, group):
         raise Fp8Error(
             "The FP8 weights of the ranks differ in shape, rows or cast: build the same model on all ranks, and call "
             "this before fully_shard, or over ranks that hold the same rows."
@@ -72,9 +72,9 @@ def _refuse_other_masters(states: list[WeightState], group: dist.ProcessGroup, s
     differs = False
     for state, is_owned in zip(states, owned, strict=True):
         for tensor in _sent(state):
-            theirs = tensor.clone()
-            dist.broadcast(theirs, source, group=group)
-            differs |= is_owned and not torch.equal(theirs, tensor)
+            received = tensor.clone()
+            dist.broadcast(received, source, group=group)
+            differs |= is_owned and not torch.equal(received, tensor)
     if _any_rank(differs, group):
         raise Fp8Error(
             "The ranks hold different FP8 weights, and masters were made from them already. Wrap the model in "

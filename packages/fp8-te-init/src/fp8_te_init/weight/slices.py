@@ -88,25 +88,29 @@ def quantize_master_weights(
     except Fp8Error as error:
         problem = error
     device = next((weight.device for weight in model_weights), torch.device("cpu"))
-    own = [(one.first, one.values.numel()) for one in slices] or [(0, 0)] * len(model_weights)
-    table = _gathered(torch.tensor([(problem is not None, 0), *own], dtype=torch.int64, device=device), group).tolist()
+    bounds = [(piece.first, piece.values.numel()) for piece in slices] or [(0, 0)] * len(model_weights)
+    table = _gathered(
+        torch.tensor([(problem is not None, 0), *bounds], dtype=torch.int64, device=device), group
+    ).tolist()
     _refuse(problem, table, [tuple(weight.shape) for weight in model_weights])
     bits, _ = max_over_ranks([s.state.part.grid.amax_bits(s.rows, s.region) for s in slices], group)
-    for one, agreed in zip(slices, bits, strict=True):
-        one.state.set_scale(agreed, "step")
+    for piece, agreed in zip(slices, bits, strict=True):
+        piece.state.set_scale(agreed, "step")
     # ranks send as much as the one that has most
     longest = max(sum(count for _, count in of_rank[1:]) for of_rank in table)
-    mine = torch.cat([*(one.codes() for one in slices), torch.zeros(longest, dtype=torch.uint8, device=device)])
-    for (_, *places), codes in zip(table, _gathered(mine[:longest], group), strict=True):
+    local_codes = torch.cat(
+        [*(piece.codes() for piece in slices), torch.zeros(longest, dtype=torch.uint8, device=device)]
+    )
+    for (_, *places), codes in zip(table, _gathered(local_codes[:longest], group), strict=True):
         counts = [count for _, count in places]
-        for one, (first, count), part in zip(slices, places, codes[: sum(counts)].split(counts), strict=True):
-            one.state.codes.view(-1)[first : first + count] = part
-    for weight, one in zip(model_weights, slices, strict=True):
+        for piece, (first, count), part in zip(slices, places, codes[: sum(counts)].split(counts), strict=True):
+            piece.state.codes.view(-1)[first : first + count] = part
+    for weight, piece in zip(model_weights, slices, strict=True):
         # autograd then rejects the backward of a forward that used the previous weight
         increment_version(weight)
-        one.state.release()
-        one.state.mark_consistent()
-        one.state.follow_codes()
+        piece.state.release()
+        piece.state.mark_consistent()
+        piece.state.follow_codes()
 
 
 def _slices_of(
@@ -117,7 +121,7 @@ def _slices_of(
             f"quantize_master_weights got {len(weights)} weights, {len(masters)} masters and {len(offsets)} offsets: "
             "give one of each for every weight, None where this rank has nothing of it."
         )
-    return [_slice_of(*one) for one in zip(weights, masters, offsets, strict=True)]
+    return [_slice_of(*arguments) for arguments in zip(weights, masters, offsets, strict=True)]
 
 
 def _slice_of(weight: torch.Tensor, values: torch.Tensor | None, first: int | None) -> _Slice:
@@ -161,6 +165,6 @@ def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
     """Return tensors of equal shape of all ranks, stacked."""
     if group is None or group.size() == 1:
         return tensor.unsqueeze(0)
-    made = tensor.new_empty(group.size() * tensor.numel())
-    dist.all_gather_into_tensor(made, tensor.reshape(-1), group=group)
-    return made.view(-1, *tensor.shape)
+    gathered = tensor.new_empty(group.size() * tensor.numel())
+    dist.all_gather_into_tensor(gathered, tensor.reshape(-1), group=group)
+    return gathered.view(-1, *tensor.shape)

@@ -341,8 +341,8 @@ class WeightState:
         if master is None:
             self.displaced = None
         elif replaces or self.displaced is None:
-            own = {"start": local_of(master).detach().clone(), "master": self.master, "displaced": self.displaced}
-            self.displaced = self.around(self.codes.clone(), **own)
+            snapshot = {"start": local_of(master).detach().clone(), "master": self.master, "displaced": self.displaced}
+            self.displaced = self.around(self.codes.clone(), **snapshot)
 
     def follow_codes(self) -> None:
         """Update the master from external codes, unless they are already its rounding."""

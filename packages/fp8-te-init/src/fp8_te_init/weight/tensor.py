@@ -196,9 +196,9 @@ class PrimaryFloat8Weight(torch.Tensor):
     @property
     def is_whole(self) -> bool:
         """True if this view shows all local rows, with or without padding."""
-        own = self._state.codes
-        rows = self._codes.shape[0] if self._codes.ndim == own.ndim else -1
-        return self._codes.data_ptr() == own.data_ptr() and rows in (self._state.rows, own.shape[0])
+        codes = self._state.codes
+        rows = self._codes.shape[0] if self._codes.ndim == codes.ndim else -1
+        return self._codes.data_ptr() == codes.data_ptr() and rows in (self._state.rows, codes.shape[0])
 
     def view_of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this view's part of a contiguous tensor of the storage's shape."""
@@ -298,19 +298,19 @@ def _is_codes(source: object) -> bool:
 
 def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFloat8Weight:
     """Copy codes, and scales and unrounded values from another FP8 weight."""
-    mine = target._state
+    stored = target._state
     if not isinstance(source, PrimaryFloat8Weight):
         if source.dtype != torch.uint8:
             raise Fp8Error(
                 f"FP8 weights take codes as uint8, got {source.dtype}: view them as bytes (codes.view(torch.uint8)), "
                 "and give the scales that belong to them too."
             )
-        mine.displace()
+        stored.displace()
         target._codes.copy_(source.squeeze(1) if source.ndim == target.ndim + 1 else source)
-        mine.mark_scales_pending()
+        stored.mark_scales_pending()
         return target
     other = source._state
-    if mine is other:
+    if stored is other:
         target._codes.copy_(source._codes)
         return target
     # FSDP2 shards a weight by copying a view of its rows into a padded tensor of `new_zeros`: the offset of the view in
@@ -318,12 +318,12 @@ def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFlo
     columns = max(1, other.full_shape[1])
     row, inside = divmod(int(source._codes.storage_offset() - other.codes.storage_offset()), columns)
     rows_alone = inside == 0 and source._codes.shape[1:] == other.codes.shape[1:]
-    fresh = mine.first_row >= mine.full_shape[0]
-    if (mine.cast, mine.full_shape) != (other.cast, other.full_shape) or not (
+    fresh = stored.first_row >= stored.full_shape[0]
+    if (stored.cast, stored.full_shape) != (other.cast, other.full_shape) or not (
         rows_alone and (fresh or (target.is_whole and source.shape == target.shape))
     ):
         return _write(aten.copy_.default, (target, source.dequantize()), {}, [target])
-    mine.take(other, row)
+    stored.take(other, row)
     return target
 
 
@@ -335,11 +335,11 @@ def _broadcast(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     A master of a rank that receives another weight starts again from it.
     """
     state = args[0][0].state
-    own = [state.codes, state.scale, *([] if state.history is None else [state.history])]
+    tensors = [state.codes, state.scale, *([] if state.history is None else [state.history])]
     before = state.around(state.codes.clone())
-    for tensor in own[:-1]:
+    for tensor in tensors[:-1]:
         func([tensor], *args[1:], **kwargs)[1].wait()
-    done = func(own[-1:], *args[1:], **kwargs)[1]
+    done = func(tensors[-1:], *args[1:], **kwargs)[1]
     done.wait()
     state.mark_consistent()
     if not before.holds_codes_of(state):
@@ -374,10 +374,10 @@ def _twin(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -> 
         return PrimaryFloat8Weight(codes, shard)
     if func not in _COPIES or not weight.is_whole:
         return None
-    made: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if func is aten.empty_like.default:
-        made = {"start": None, "pending": None}
-    fresh = state.around(func(state.codes, *rest, **options), **made)
+        changes = {"start": None, "pending": None}
+    fresh = state.around(func(state.codes, *rest, **options), **changes)
     return PrimaryFloat8Weight(weight.view_of(fresh.codes), fresh)
 
 

@@ -41,7 +41,7 @@ class Float8AllGather:
 
     def __init__(self, before: Any, params: Sequence[Shard], compressed: Sequence[bool]) -> None:
         self.before, self._params = before, list(zip(params, compressed, strict=True))
-        self.matrices = [param for param, chosen in self._params if chosen]
+        self.matrices = [param for param, is_compressed in self._params if is_compressed]
 
     @property
     def codes(self) -> dict[int, int]:
@@ -69,16 +69,16 @@ class Float8AllGather:
         Raises:
             Fp8Error: The buffer does not hold the parameters that the group has.
         """
-        mine, ranks = input_tensor.view(torch.uint8), group.size()
-        parts = [_Part.of(param, chosen) for param, chosen in self._params]
+        local_bytes, ranks = input_tensor.view(torch.uint8), group.size()
+        parts = [_Part.of(param, is_compressed) for param, is_compressed in self._params]
         sizes = [part.nbytes for part in parts]
-        if sum(sizes) != mine.numel():
+        if sum(sizes) != local_bytes.numel():
             named = ", ".join(f"{param.full_name} {tuple(param.padded_shape)}" for param, _ in self._params)
             raise Fp8Error(
-                f"FSDP2 gathers {mine.numel()} bytes of each rank where {sum(sizes)} were expected, of {named}. Call "
-                "remove() before parameters change, and compress_communication afterwards."
+                f"FSDP2 gathers {local_bytes.numel()} bytes of each rank where {sum(sizes)} were expected, of {named}. "
+                "Call remove() before parameters change, and compress_communication afterwards."
             )
-        message = torch.cat([part.pack(own) for part, own in zip(parts, mine.split(sizes), strict=True)])
+        message = torch.cat([part.pack(own) for part, own in zip(parts, local_bytes.split(sizes), strict=True)])
         received = self.before.allocate((ranks * message.numel(),), dtype=torch.uint8, device=message.device)
         work = self.before(output_tensor=received, input_tensor=message, group=group, async_op=async_op)
         if isinstance(work, dist.Work):
@@ -127,7 +127,7 @@ class _Part:
         # copied if bytes of other parameters misalign it
         own = own if own.storage_offset() % self.dtype.itemsize == 0 else own.clone()
         cast = quantize_mx(own.view(self.dtype).view(-1, self.columns), E4M3, MODE)
-        return torch.cat([one.view(torch.uint8).view(-1) for one in cast])
+        return torch.cat([part.view(torch.uint8).view(-1) for part in cast])
 
     def unpack(self, arrived: Tensor) -> Tensor:
         """Return uint8 [ranks, nbytes] of uint8 [ranks, sent]."""
@@ -165,15 +165,15 @@ class MatrixGatherStats:
         All ranks call it, for one all-reduce of four numbers.
         """
         values = param.local.detach().to(param.device, param.wire_dtype).flatten(1)
-        found = torch.zeros(4, dtype=torch.float64, device=param.device)
+        numbers = torch.zeros(4, dtype=torch.float64, device=param.device)
         if values.numel():
             codes, scales = quantize_mx(values, E4M3, MODE)
             low = ((codes.view(torch.uint8) & 127) < _FIRST_NORMAL) & (values != 0)
             change = dequantize_mx(codes, scales, E4M3, torch.float32) - values
             sums = low.sum(), (values != 0).sum(), change.double().square().sum(), values.double().square().sum()
-            found.copy_(torch.stack([one.double() for one in sums]))
-        dist.all_reduce(found, group=param.group())
-        low, count, change, size = found.tolist()
+            numbers.copy_(torch.stack([number.double() for number in sums]))
+        dist.all_reduce(numbers, group=param.group())
+        low, count, change, size = numbers.tolist()
         return cls(
             name=name,
             shape=tuple(param.parameter.shape),

@@ -151,8 +151,8 @@ class ShardedFloat8Weight(torch.Tensor):
         """
         if id(self) not in memo:
             twin = type(self)(self.plain.detach().clone(), copy.deepcopy(self.fp8_weight, memo))
-            own = {name: value for name, value in vars(self).items() if name not in ("plain", "fp8_weight")}
-            vars(twin).update(copy.deepcopy(own, memo))
+            attributes = {name: value for name, value in vars(self).items() if name not in ("plain", "fp8_weight")}
+            vars(twin).update(copy.deepcopy(attributes, memo))
             twin.requires_grad_(self.requires_grad)
             twin.grad = copy.deepcopy(self.grad, memo)
             memo[id(self)] = twin
@@ -236,7 +236,7 @@ class ShardedFloat8Weight(torch.Tensor):
             ScaleSync.at_first_gather(self.fp8_weight)
         weight = self.fp8_weight
         sent: Sent = weight.sync.to_send(weight)
-        return tuple(one.to(weight.device, non_blocking=True) for one in sent.codes), (weight, sent)
+        return tuple(codes.to(weight.device, non_blocking=True) for codes in sent.codes), (weight, sent)
 
     def fsdp_post_all_gather(
         self,
@@ -259,11 +259,11 @@ class ShardedFloat8Weight(torch.Tensor):
         """
         weight, sent = known
         grid, shape = weight.grid, weight.region.full_shape
-        codes, *own = all_gather_outputs
+        codes, *scales = all_gather_outputs
         scale_inv = sent.scale_inv
         if grid.is_mx:
             # for one rank FSDP2 passes the first buffer
-            scale_inv = unpad(own[0] if own else sent.codes[1].to(codes.device), grid.shape(shape), torch.uint8)
+            scale_inv = unpad(scales[0] if scales else sent.codes[1].to(codes.device), grid.shape(shape), torch.uint8)
         return finish_gather(codes, scale_inv, grid, shape, param_dtype, origin=weight, out=out)
 
 

@@ -69,8 +69,8 @@ def _transformers(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts, as in Transformers."""
-    chosen = top_k_index.reshape(-1)
-    ids, order = torch.sort(chosen, stable=True)
+    experts_of_slots = top_k_index.reshape(-1)
+    ids, order = torch.sort(experts_of_slots, stable=True)
     of_experts = torch.arange(experts.num_experts, dtype=ids.dtype, device=ids.device)
     # Tokens of experts on other ranks have ids from `num_experts` on, and so come behind the last offset.
     offsets = torch.searchsorted(ids, of_experts, right=True, out_int32=True)
@@ -93,7 +93,7 @@ def _transformers(
     weights = top_k_weights.reshape(-1)
     if getattr(experts, "_is_expert_parallel", False):
         # tokens of other ranks' experts must not reach the router either
-        weights = weights.masked_fill(chosen >= experts.num_experts, 0)
+        weights = weights.masked_fill(experts_of_slots >= experts.num_experts, 0)
     # back in the order of tokens, so that a sum in a fixed order takes the place of additions by index
     output = output[torch.argsort(order)] * weights[:, None]
     return output.view(*top_k_index.shape, output.shape[-1]).sum(dim=1).to(hidden_states.dtype)
@@ -133,7 +133,9 @@ def local_experts(weight: torch.Tensor) -> torch.Tensor:
 
     Any other weight is returned unchanged.
     """
-    between = isinstance(weight, DTensor) and all(one.is_replicate() or one.is_shard(0) for one in weight.placements)
+    between = isinstance(weight, DTensor) and all(
+        placement.is_replicate() or placement.is_shard(0) for placement in weight.placements
+    )
     return weight.to_local() if between else weight
 
 

@@ -78,11 +78,11 @@ def convert_to_float8_training(
     config = _choose(config, recipe)
     roles = roles_of(model, experts)
     wide = roles.reasons(routers=routers, heads=heads)
-    chosen, left = select(model, module_filter_fn, config, experts, wide)
-    if not chosen:
+    selected, left = select(model, module_filter_fn, config, experts, wide)
+    if not selected:
         _refuse_unless_converted(model, config, roles, left)
         return model
-    if any(shard.module in chosen for shard in shards(model)):
+    if any(shard.module in selected for shard in shards(model)):
         raise Fp8Error(
             "convert_to_float8_training must run before fully_shard: the weights are already distributed. "
             "Convert first, then shard."
@@ -90,18 +90,18 @@ def convert_to_float8_training(
     users = users_of_parameters(model)
     if config.all_gather:
         for name, parameter in model.named_parameters():
-            if users[id(parameter)][0][0] in chosen:
+            if users[id(parameter)][0][0] in selected:
                 refuse_replaced(parameter, name)
-    for module, own in chosen.items():
-        _convert(module, own, experts)
+    for module, layer_config in selected.items():
+        _convert(module, layer_config, experts)
     if config.all_gather:
-        _wrap_weights(list(chosen), users)
+        _wrap_weights(list(selected), users)
     for module in model.modules():
-        encoder_fast_path.turn_off(module, chosen)
+        encoder_fast_path.turn_off(module, selected)
     # Only delayed scaling has state that must be updated before a forward.
     if delayed_scales(model):
         synchronize_before_forward(model)
-    _log(model, chosen, roles, left)
+    _log(model, selected, roles, left)
     return model
 
 

@@ -116,7 +116,7 @@ class Float8Report:
             if not weight.fp8:
                 count[weight.class_name, weight.why] += 1
                 size[weight.class_name, weight.why] += weight.bytes
-        return [(*key, count[key], own) for key, own in size.most_common()]
+        return [(*key, count[key], nbytes) for key, nbytes in size.most_common()]
 
     @property
     def headline(self) -> str:
@@ -131,7 +131,7 @@ class Float8Report:
         ]
         left = f" Left: {'; '.join(parts)}." if parts else ""
         heads = "".join(f" {weight.head}" for weight in self.weights if weight.head)
-        heads += _about_rows([one.rows_per_expert for one in self.weights if one.rows_per_expert is not None])
+        heads += _about_rows([report.rows_per_expert for report in self.weights if report.rows_per_expert is not None])
         gathered = "gathered in FP8" if self.sharded else "would be gathered in FP8 once sharded with fully_shard"
         return f"{self.converted:.1%} of the weights converted, {self.gathered:.1%} {gathered}.{left}{heads}"
 
@@ -175,7 +175,9 @@ def report_with(roles: Roles, model: nn.Module, reference_dtype: torch.dtype = t
     for shard in shards(model):
         if shard.reduce_dtype is not None:
             gradients[id(shard.local)] = str(shard.reduce_dtype).removeprefix("torch.")
-    for collective in dict.fromkeys(one for shard in shards(model) for one in (shard.all_gather, shard.reduce_scatter)):
+    for collective in dict.fromkeys(
+        each for shard in shards(model) for each in (shard.all_gather, shard.reduce_scatter)
+    ):
         if isinstance(collective, Float8AllGather):
             coded |= collective.codes
         elif isinstance(collective, Float8ReduceScatter):
@@ -184,10 +186,10 @@ def report_with(roles: Roles, model: nn.Module, reference_dtype: torch.dtype = t
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             continue
-        own = users[id(parameter)]
-        module, local = own[0][0], local_of(parameter)
+        holders = users[id(parameter)]
+        module, local = holders[0][0], local_of(parameter)
         fp8, key = next(
-            ((user, key) for user, key in own if isinstance(user, Float8Module) and key in user.fp8), (None, "")
+            ((user, key) for user, key in holders if isinstance(user, Float8Module) and key in user.fp8), (None, "")
         )
         weight, size = _gathered_weight(local, fp8), parameter.numel() * reference_dtype.itemsize
         wire, wire_bytes = str(reference_dtype).removeprefix("torch."), size
@@ -213,7 +215,7 @@ def report_with(roles: Roles, model: nn.Module, reference_dtype: torch.dtype = t
         rows.append(row)
     syncs = syncs_of(model)
     casts = sum(weight.casts for sync in syncs for weight in sync.weights)
-    traceable = any(isinstance(getattr(one, "distribution", None), TraceableShards) for one in model.modules())
+    traceable = any(isinstance(getattr(each, "distribution", None), TraceableShards) for each in model.modules())
     return Float8Report(
         weights=tuple(rows),
         casts=casts,
@@ -225,7 +227,7 @@ def report_with(roles: Roles, model: nn.Module, reference_dtype: torch.dtype = t
 def _about_rows(rows: list[float]) -> str:
     """Return a sentence about experts with too few rows for FP8."""
     low, high = ROWS_REPAID
-    few = [one for one in rows if one < high]
+    few = [count for count in rows if count < high]
     if not few:
         return ""
     return (
@@ -285,6 +287,6 @@ def _why(
         return "embedding"
     if isinstance(module, CONVOLUTIONS):
         return "convolution"
-    if any(parameter is one for one in stacked_parameters(module)):
+    if any(parameter is parameter_of_stack for parameter_of_stack in stacked_parameters(module)):
         return "experts, not converted" if layout_of(module, {}) else UNKNOWN_EXPERTS
     return "linear, not converted" if isinstance(module, nn.Linear) or is_conv1d(module) else "no linear layer"

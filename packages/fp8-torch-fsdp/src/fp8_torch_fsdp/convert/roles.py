@@ -92,19 +92,19 @@ def _output_heads(modules: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
     linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
     # a vocabulary as large as the model, or wide layers, make sizes ambiguous
     by_size = [module for module in linear.values() if module.out_features == vocabulary != width]
-    found = dict[nn.Module, str]()
+    heads = dict[nn.Module, str]()
     for name, module in linear.items():
         shared = owners.get(id(module._parameters.get("weight")))
         *above, last = name.split(".")
         by_name = last in _HEADS and not any(part.isdigit() for part in above)
         if shared is not None or by_size == [module] or by_name:
-            found[module] = shared or ""
-    return found
+            heads[module] = shared or ""
+    return heads
 
 
 def _routers(modules: Mapping[str, nn.Module], own: Mapping[type, ExpertLayout]) -> set[nn.Module]:
     """Return the routers among the modules of a model."""
-    found: set[nn.Module] = set()
+    routers: set[nn.Module] = set()
     for name, module in modules.items():
         count = _experts_in(name, module, own)
         if count < 2:
@@ -117,10 +117,10 @@ def _routers(modules: Mapping[str, nn.Module], own: Mapping[type, ExpertLayout])
                 for other in modules[above].modules()
                 if _out_features(other) in (count, 1) and other not in set(module.modules())
             ]
-            found |= set(beside)
+            routers |= set(beside)
             if above == "" or any(_out_features(other) == count for other in beside):
                 break  # further above are other layers, which may have as many outputs by chance
-    return found
+    return routers
 
 
 def _experts_in(name: str, module: nn.Module, own: Mapping[type, ExpertLayout]) -> int:

@@ -55,7 +55,7 @@ def select(
     Raises:
         Fp8Error: A parametrized layer that the filter does not leave out, or a lazy one without a weight.
     """
-    chosen, left, refused = dict[nn.Module, Float8LinearConfig](), dict[str, str](), []
+    selected, left, refused = dict[nn.Module, Float8LinearConfig](), dict[str, str](), []
     candidates = {
         name: module
         for name, module in model.named_modules()
@@ -74,14 +74,14 @@ def select(
         elif isinstance(module, nn.Linear) and isinstance(module.weight, UninitializedParameter):
             raise Fp8Error(f"{name or 'The layer'} has no weight yet: run the model once to make its lazy layers real.")
         else:
-            own = decision.recipe
-            chosen[module] = config if own is None else dataclasses.replace(config, recipe=own)
+            recipe = decision.recipe
+            selected[module] = config if recipe is None else dataclasses.replace(config, recipe=recipe)
     if refused:
         raise Fp8Error(
             f"{', '.join(refused)} cannot be converted: the weight is parametrized: each forward computes it again. "
             "Remove the parametrization, or leave these layers out with module_filter_fn."
         )
-    return chosen, left
+    return selected, left
 
 
 def why_left(left: Mapping[str, str]) -> str:

@@ -85,16 +85,16 @@ def signature(x: torch.Tensor) -> int:
 
 
 def _check_headers(headers: list[int], last: int) -> None:
-    if any(one < 0 for one in headers):
-        found = "; ".join(
-            f"rank {rank}: {PROBLEMS[one].format(last=last)}" for rank, one in enumerate(headers) if one < 0
+    if any(number < 0 for number in headers):
+        mistakes = "; ".join(
+            f"rank {rank}: {PROBLEMS[number].format(last=last)}" for rank, number in enumerate(headers) if number < 0
         )
-        raise Fp8Error(f"dispatch_tokens got bad input on a rank of the group, so no rank sends tokens: {found}.")
+        raise Fp8Error(f"dispatch_tokens got bad input on a rank of the group, so no rank sends tokens: {mistakes}.")
     if len(set(headers)) > 1:
-        sizes = (divmod(one, len(DTYPES)) for one in headers)
-        found = ", ".join(f"{columns} features in {str(DTYPES[dtype])[6:]}" for columns, dtype in sizes)
+        sizes = (divmod(number, len(DTYPES)) for number in headers)
+        mistakes = ", ".join(f"{columns} features in {str(DTYPES[dtype])[6:]}" for columns, dtype in sizes)
         raise Fp8Error(
-            f"dispatch_tokens needs rows of one width and dtype on all ranks of the group, got {found}, by rank."
+            f"dispatch_tokens needs rows of one width and dtype on all ranks of the group, got {mistakes}, by rank."
         )
 
 

@@ -73,12 +73,19 @@ def dispatch_in_codes(model: nn.Module) -> nn.Module:
         Fp8Error: If the model has no all-to-all dispatcher, or a dispatcher for experts that are not in FP8 or whose
             recipe does not support rows as codes. Dispatchers of DeepEP and others are not changed.
     """
-    found = False
+    replaced = False
     for name, module in model.named_modules():
         dispatcher: Any = getattr(module, "token_dispatcher", None)
         if getattr(type(dispatcher).__dict__.get("dispatch"), "__qualname__", "") != ALL_TO_ALL:
             continue
-        experts = next((one for one in module.modules() if isinstance(one, Float8Experts)), None)
+        experts = next(
+            (
+                module_of_experts
+                for module_of_experts in module.modules()
+                if isinstance(module_of_experts, Float8Experts)
+            ),
+            None,
+        )
         owner = f"The module of experts {name or type(module).__name__}"
         if experts is None:
             raise Fp8Error(
@@ -88,8 +95,8 @@ def dispatch_in_codes(model: nn.Module) -> nn.Module:
         experts.fp8_config.check_row_codes(owner)
         dispatcher.__class__ = _in_codes(type(dispatcher))
         dispatcher.experts = experts
-        found = True
-    if not found:
+        replaced = True
+    if not replaced:
         raise Fp8Error("dispatch_in_codes found no module with a token_dispatcher of torchtitan's all-to-all.")
     return model
 

@@ -53,8 +53,8 @@ class Float8Linear(Float8Module, nn.Linear):
         codes = isinstance(local, ShardedFloat8Weight | GatheredWeight) or getattr(self.distribution, "in_fp8", False)
         gathered = "fp8" if codes and self.config.all_gather else "high precision"
         cast = self.config.weight
-        own = nn.Linear.extra_repr(self)
-        return f"{own}, fp8={cast.scaling} {cast.granularity} {cast.format}, all_gather={gathered}"
+        base = nn.Linear.extra_repr(self)
+        return f"{base}, fp8={cast.scaling} {cast.granularity} {cast.format}, all_gather={gathered}"
 
 
 LINEAR = WeightLayout(forward=Float8Linear.forward)

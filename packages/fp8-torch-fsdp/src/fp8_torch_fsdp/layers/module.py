@@ -167,8 +167,8 @@ class WeightMatmul:
                 operand = self._quantized(plain, record, both)
         if self.layout.stacked and self.config.weight.granularity == "tensorwise":
             # one scale for each expert, or the constant of all
-            own = operand.scale_inv.reshape(-1).expand(weight.shape[0])
-            operand = Quantized(operand.codes, own, operand.fmt, operand.block)
+            scale_inv = operand.scale_inv.reshape(-1).expand(weight.shape[0])
+            operand = Quantized(operand.codes, scale_inv, operand.fmt, operand.block)
         return operand.t() if self.layout.transposed else operand
 
     def _quantized(self, plain: torch.Tensor, record: bool, both: bool) -> Quantized:
@@ -398,7 +398,9 @@ def _check(module: nn.Module, layout: WeightLayout, config: LinearConfig) -> Non
     fit = all(shape is not None and len(shape) == dimensions and 0 not in shape for shape in shapes.values())
     experts = {shape[0] for shape in shapes.values() if shape}
     if not fit or (layout.stacked and len(experts) != 1):
-        found = ", ".join(f"{name} {'missing' if shape is None else list(shape)}" for name, shape in shapes.items())
+        shapes_given = ", ".join(
+            f"{name} {'missing' if shape is None else list(shape)}" for name, shape in shapes.items()
+        )
         number = {3: "three", 4: "four"}.get(dimensions)
         wanted = f"[experts, ...] of {number} dimensions for the same experts" if number else "of two dimensions"
-        raise Fp8Error(f"{name} cannot be converted: its layout names weights {wanted}, got {found}.")
+        raise Fp8Error(f"{name} cannot be converted: its layout names weights {wanted}, got {shapes_given}.")

@@ -31,8 +31,8 @@ def _rebound(value: Any, module: nn.Module, before: type, seen: set[int]) -> Any
     if isinstance(value, MethodType) and value.__self__ is module and value.__func__ is before.forward:
         return MethodType(type(module).forward, module)
     if isinstance(value, functools.partial):
-        func, *args = (_rebound(one, module, before, seen) for one in (value.func, *value.args))
-        named = {name: _rebound(one, module, before, seen) for name, one in value.keywords.items()}
+        func, *args = (_rebound(argument, module, before, seen) for argument in (value.func, *value.args))
+        named = {name: _rebound(argument, module, before, seen) for name, argument in value.keywords.items()}
         return functools.partial(func, *args, **named)
     for cell in _cells(value, seen):
         cell.cell_contents = _rebound(cell.cell_contents, module, before, seen)
@@ -44,7 +44,7 @@ def _holds_method(value: Any, module: nn.Module, seen: set[int]) -> bool:
         return value.__self__ is module
     if isinstance(value, functools.partial):
         parts = (value.func, *value.args, *value.keywords.values())
-        return any(_holds_method(one, module, seen) for one in parts)
+        return any(_holds_method(part, module, seen) for part in parts)
     return any(_holds_method(cell.cell_contents, module, seen) for cell in _cells(value, seen))
 
 

@@ -53,4 +53,4 @@ class DelayedState:
                     getattr(scale, buffer).copy_(value)
 
     def _scales(self) -> list[tuple[str, DelayedScale]]:
-        return [(name, one) for name, one in self._model.named_modules() if isinstance(one, DelayedScale)]
+        return [(name, scale) for name, scale in self._model.named_modules() if isinstance(scale, DelayedScale)]

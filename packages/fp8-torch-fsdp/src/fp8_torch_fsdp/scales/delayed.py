@@ -185,13 +185,17 @@ class DelayedScale(nn.Module):
 
         They are written with `record` only.
         """
-        own: Any = self._buffers  # attributes of modules cost the host a function each
+        buffers: Any = self._buffers  # attributes of modules cost the host a function each
         known = self.initial != "dynamic" or (self.settled and not self.must_fit)
-        given = {"scale_ptr": own["scale"]} if known else {"delayed_ptr": own["scale"], "ready_ptr": own["ready"]}
+        given = (
+            {"scale_ptr": buffers["scale"]}
+            if known
+            else {"delayed_ptr": buffers["scale"], "ready_ptr": buffers["ready"]}
+        )
         if record:
-            given["own_key_ptr"] = own["observed"]
+            given["own_key_ptr"] = buffers["observed"]
             if self._must_be_synchronized(record):
-                given["late_ptr"] = own["late"]
+                given["late_ptr"] = buffers["late"]
         return given
 
     @staticmethod
@@ -322,10 +326,11 @@ def _by_policy(
     policy = scales[0].cast.policy
     if not [scale for scale in scales if scale.cast.policy is not policy]:
         return [(scales, observed, kept)]
-    bits, after = (dict(zip(scales, _parts(scales, one), strict=True)) for one in (observed, kept))
+    bits, after = (dict(zip(scales, _parts(scales, values), strict=True)) for values in (observed, kept))
     groups = foreach.alike(scales, lambda scale: scale.cast.policy)
     return [
-        (own, _joined(own, [bits[one] for one in own]), _joined(own, [after[one] for one in own])) for own in groups
+        (group, _joined(group, [bits[values] for values in group]), _joined(group, [after[values] for values in group]))
+        for group in groups
     ]
 
 

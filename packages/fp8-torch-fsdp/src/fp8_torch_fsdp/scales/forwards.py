@@ -101,7 +101,9 @@ class Forwards:
             return
         pending = Pending(self, forward)
         fsdp.on_backward(output, pending.begin, pending.end)
-        self._pending = [one for one in self._pending if one() not in (None, forward)] + [weakref.ref(forward)]
+        self._pending = [reference for reference in self._pending if reference() not in (None, forward)] + [
+            weakref.ref(forward)
+        ]
 
     def find(self) -> Forward | None:
         """Return the forward of the running backward.
@@ -111,8 +113,8 @@ class Forwards:
         if self._task != -1:
             return self._entered
         node, alive = fsdp.running_node(), [one() for one in self._pending]
-        made = [one for one in alive if one is not None and one.first_node <= node]
-        return max(made, key=lambda one: one.first_node, default=None)
+        earlier = [one for one in alive if one is not None and one.first_node <= node]
+        return max(earlier, key=lambda one: one.first_node, default=None)
 
     def enter(self, forward: Forward) -> None:
         """Gather the codes of `forward` until the running backward ends."""

@@ -141,7 +141,7 @@ class ScaleSync:
     def release(self, scale: DelayedScale) -> None:
         """Hand a delayed scale to an outer root's sync."""
         for group in self.groups:
-            group.scales = [own for own in group.scales if own is not scale]
+            group.scales = [other for other in group.scales if other is not scale]
 
     def to_send(self, weight: Fp8Weight) -> Sent:
         """Return this rank's codes of a weight that FSDP2 gathers.
@@ -233,7 +233,9 @@ class ScaleSync:
     def _weights_in(self, modules: tuple[nn.Module, ...]) -> list[Fp8Weight]:
         if modules not in self._weights_of:
             below = {id(module) for top in modules for module in top.modules()}
-            self._weights_of[modules] = [one for one in self.weights if one.shard and id(one.shard.module) in below]
+            self._weights_of[modules] = [
+                weight for weight in self.weights if weight.shard and id(weight.shard.module) in below
+            ]
         return self._weights_of[modules]
 
     def _before_forward(self, root: nn.Module, args: object) -> None:
@@ -265,10 +267,10 @@ class ScaleSync:
 
         Loads with `assign=True` put others in their place. Not in a backward, where each may have its own optimizer.
         """
-        ids, root = {id(one) for one in parameters}, self._root()
+        ids, root = {id(parameter) for parameter in parameters}, self._root()
         if not ids.isdisjoint(self._parameter_ids):
             return True
-        return root is not None and not in_backward() and any(id(one) in ids for one in root.parameters())
+        return root is not None and not in_backward() and any(id(parameter) in ids for parameter in root.parameters())
 
     def on_optimizer_step(self) -> None:
         """Record an optimizer step: the windows of delayed scaling must roll."""
@@ -350,11 +352,11 @@ def sync_of(module: nn.Module) -> ScaleSync | None:
 
 def syncs_of(model: nn.Module) -> list[ScaleSync]:
     """Return the syncs of `model`, each once, in rank-independent order."""
-    found = [sync_of(module) for module in model.modules()]
-    found += [shard.local.fp8_weight.sync for shard in fsdp.shards(model) if hasattr(shard.local, "fp8_weight")]
+    syncs = [sync_of(module) for module in model.modules()]
+    syncs += [shard.local.fp8_weight.sync for shard in fsdp.shards(model) if hasattr(shard.local, "fp8_weight")]
     # layers that were converted as part of another model keep the sync that they had there
-    found += [scale.sync for scale in delayed_scales(model)]
-    return list(dict.fromkeys(sync for sync in found if sync is not None))
+    syncs += [scale.sync for scale in delayed_scales(model)]
+    return list(dict.fromkeys(sync for sync in syncs if sync is not None))
 
 
 def synchronize_scales(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:

@@ -52,6 +52,6 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
 
 def _weights(model: nn.Module) -> list[Fp8Weight]:
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "fp8_layout")]
-    found = [matmul.weight for layer in layers for matmul in layer.fp8.values()]
-    found += [shard.local.fp8_weight for shard in shards(model) if hasattr(shard.local, "fp8_weight")]
-    return list(dict.fromkeys(found))
+    weights = [matmul.weight for layer in layers for matmul in layer.fp8.values()]
+    weights += [shard.local.fp8_weight for shard in shards(model) if hasattr(shard.local, "fp8_weight")]
+    return list(dict.fromkeys(weights))

@@ -222,9 +222,9 @@ class Fp8Weight:
         self.casts += 1
         grid = self.grid
         if grid.is_mx:
-            made = casts.quantize_mx(part, grid.cast.fp8_format, grid.cast.policy.mx_mode)
+            codes = casts.quantize_mx(part, grid.cast.fp8_format, grid.cast.policy.mx_mode)
             shapes = self.padded_shape, grid.shape(self.padded_shape)
-            return tuple(pad_rows(one, shape) for one, shape in zip(made, shapes, strict=True))
+            return tuple(pad_rows(tensor, shape) for tensor, shape in zip(codes, shapes, strict=True))
         scale = self.scale.to(part.device)  # CPU offload keeps parts and their codes on the host
         return (pad_rows(grid.quantize_part(part, scale, self.region), self.padded_shape),)
 
@@ -274,21 +274,23 @@ def amax_bits(weights: Sequence[Fp8Weight]) -> list[torch.Tensor]:
 
     One launch for all parts with one scale.
     """
-    found: dict[Fp8Weight, torch.Tensor] = {}
-    for own in foreach.alike(filter(_one_scale, weights), lambda weight: weight.part.device):
-        bits = foreach.amax_bits([weight.part for weight in own])
-        found |= zip(own, (one.to(own[0].device, non_blocking=True) for one in bits.split(1)), strict=True)
+    bits_of: dict[Fp8Weight, torch.Tensor] = {}
+    for batch in foreach.alike(filter(_one_scale, weights), lambda weight: weight.part.device):
+        bits = foreach.amax_bits([weight.part for weight in batch])
+        bits_of |= zip(
+            batch, (part_bits.to(batch[0].device, non_blocking=True) for part_bits in bits.split(1)), strict=True
+        )
     nothing = torch.zeros(0, dtype=torch.int32)
     for weight in weights:
-        if weight not in found:
-            found[weight] = nothing.to(weight.device) if weight.is_static else weight.amax_bits()
-    return [found[weight] for weight in weights]
+        if weight not in bits_of:
+            bits_of[weight] = nothing.to(weight.device) if weight.is_static else weight.amax_bits()
+    return [bits_of[weight] for weight in weights]
 
 
 def fill_scales(weights: Sequence[Fp8Weight], bits: Sequence[torch.Tensor]) -> None:
     """Set agreed amax bits and their scales, batched by rule."""
-    for weight, own in zip(weights, bits, strict=True):
-        weight.bits = own
+    for weight, weight_bits in zip(weights, bits, strict=True):
+        weight.bits = weight_bits
     for group in foreach.alike((weight for weight in weights if not weight.is_static), _rule):
         recipe = group[0].grid.cast
         amax = torch.cat([weight.bits for weight in group]).view(torch.float32)
@@ -313,18 +315,18 @@ def quantize(weights: Sequence[Fp8Weight]) -> None:
 
     One launch for all that have one scale of a format.
     """
-    made: dict[Fp8Weight, tuple[torch.Tensor, ...]] = {}
+    codes_of: dict[Fp8Weight, tuple[torch.Tensor, ...]] = {}
     # In the graphs of `fully_shard_traceable` the layers cast.
     here = [weight for weight in weights if weight.shard is not None and _one_scale(weight)]
-    for own in foreach.alike(here, lambda weight: (weight.grid.cast.fp8_format, weight.part.device)):
-        scales = torch.stack([weight.scale for weight in own]).to(own[0].part.device)
-        fmt: Format = own[0].grid.cast.fp8_format
-        for weight, codes in zip(own, foreach.quantize([weight.part for weight in own], scales, fmt), strict=True):
-            made[weight] = (pad_rows(codes, weight.padded_shape),)
+    for batch in foreach.alike(here, lambda weight: (weight.grid.cast.fp8_format, weight.part.device)):
+        scales = torch.stack([weight.scale for weight in batch]).to(batch[0].part.device)
+        fmt: Format = batch[0].grid.cast.fp8_format
+        for weight, codes in zip(batch, foreach.quantize([weight.part for weight in batch], scales, fmt), strict=True):
+            codes_of[weight] = (pad_rows(codes, weight.padded_shape),)
             weight.casts += 1
     number = next_number()
     for weight in weights:
-        codes = () if weight.shard is None else made.get(weight) or weight.quantized(weight.part)
+        codes = () if weight.shard is None else codes_of.get(weight) or weight.quantized(weight.part)
         weight.newest = Sent(weight, number, codes)
 
 

@@ -48,11 +48,13 @@ def gather_codes(local: torch.Tensor, cast: Cast, place: ShardPlacement) -> Gath
         place: How it is cut.
     """
     # A collective for scales of this step's values: all ranks come here in the same forward or backward.
-    made = cast(local.reshape(-1, local.shape[-1]))
+    operand = cast(local.reshape(-1, local.shape[-1]))
     # as uint8, because gloo and older NCCL do not support float8
-    data = place.distributed(made.codes.view(local.shape).view(torch.uint8))
+    data = place.distributed(operand.codes.view(local.shape).view(torch.uint8))
     whole = data.redistribute(placements=[Replicate()]).to_local()
-    return GatheredWeight(whole.contiguous().view(made.codes.dtype), made.scale_inv, made.fmt.name, local.dtype)
+    return GatheredWeight(
+        whole.contiguous().view(operand.codes.dtype), operand.scale_inv, operand.fmt.name, local.dtype
+    )
 
 
 class GatherInput(torch.autograd.Function):

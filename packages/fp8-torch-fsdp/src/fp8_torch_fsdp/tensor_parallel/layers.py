@@ -128,10 +128,10 @@ def _caster(layer: Float8Linear, name: str, group: dist.ProcessGroup, record: bo
     recipe, matmul = getattr(layer.config, name), layer.fp8["weight"]
 
     def cast(x: torch.Tensor) -> Quantized:
-        made = quantize_tensorwise(x, recipe, matmul.scales.get(name), record=record, group=group)
+        operand = quantize_tensorwise(x, recipe, matmul.scales.get(name), record=record, group=group)
         if matmul.spec.watch is not None:
-            matmul.spec.watch(name, x, made)
-        return made
+            matmul.spec.watch(name, x, operand)
+        return operand
 
     return cast
 

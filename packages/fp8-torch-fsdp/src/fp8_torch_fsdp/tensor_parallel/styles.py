@@ -130,20 +130,20 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         fqn = self.fwd_config_submodule_fqn
         layers = [module.get_submodule(fqn)] if fqn else list(module.modules())
-        found = [layer for layer in layers if isinstance(layer, Float8Linear)]
-        if not found:
+        linears = [layer for layer in layers if isinstance(layer, Float8Linear)]
+        if not linears:
             raise Fp8Error(
                 f"PrepareFloat8ModuleInput found no Float8Linear in {type(module).__name__}{f' at {fqn!r}' * bool(fqn)}"
                 ". Convert the model first, or use torch's PrepareModuleInput."
             )
-        if len({layer.config.input for layer in found}) > 1:
+        if len({layer.config.input for layer in linears}) > 1:
             raise Fp8Error(
                 "PrepareFloat8ModuleInput casts the input once, but the layers in this module cast theirs differently. "
                 "Give them one configuration, or name the layer to follow with fwd_config_submodule_fqn."
             )
-        own = copy.copy(self)  # one style object may serve many modules
-        own._layer = found[0]
-        return super(PrepareFloat8ModuleInput, own)._apply(module, device_mesh)
+        style = copy.copy(self)  # one style object may serve many modules
+        style._layer = linears[0]
+        return super(PrepareFloat8ModuleInput, style)._apply(module, device_mesh)
 
     def _prepare_input_arg(
         self, input: Any, mesh: DeviceMesh, input_layout: Placement | None, desired_layout: Placement | None

@@ -92,8 +92,8 @@ class Placement:
         """
         padded = pad(whole, self.padded_rows(whole.shape[0]) * self.size).contiguous()
         alone = self.size == 1
-        mine = padded if alone else collectives.reduce_scatter_tensor(padded, "avg", self.size, self.group)
-        return Started(mine, padded)
+        averaged = padded if alone else collectives.reduce_scatter_tensor(padded, "avg", self.size, self.group)
+        return Started(averaged, padded)
 
     def finish_average(self, started: Started, rows: int) -> torch.Tensor:
         """Return the local part of an averaged gradient, without padding."""

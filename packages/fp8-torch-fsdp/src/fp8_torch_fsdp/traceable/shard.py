@@ -48,25 +48,25 @@ def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -
     _refuse_unsuitable(model)
     place = Placement.of(mesh)
     # by the id of the original, which is kept so that no other parameter gets its id
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     weights: dict[int, Fp8Weight] = {}
     for prefix, module in list(model.named_modules()):
-        own = {name: one for name, one in module._parameters.items() if one is not None}
+        parameters = {name: one for name, one in module._parameters.items() if one is not None}
         # Tested before plain DTensors replace the weights: in this mode the layers send codes themselves.
-        in_fp8 = isinstance(own.get("weight"), ShardedFloat8Weight)
-        for name, parameter in own.items():
-            if id(parameter) not in made:
+        in_fp8 = isinstance(parameters.get("weight"), ShardedFloat8Weight)
+        for name, parameter in parameters.items():
+            if id(parameter) not in replaced:
                 plain = parameter.plain if isinstance(parameter, ShardedFloat8Weight) else parameter.data
-                made[id(parameter)] = parameter, sharded(parameter, plain, mesh)
+                replaced[id(parameter)] = parameter, sharded(parameter, plain, mesh)
                 mark_replaced(parameter, "fully_shard_traceable")
-            module._parameters[name] = made[id(parameter)][1]
+            module._parameters[name] = replaced[id(parameter)][1]
         if isinstance(module, Float8Linear):
             weight = weights.get(id(module.weight)) or _placed(module, f"{prefix}.weight".lstrip("."), place)
             if in_fp8:  # layers that share a weight share its scale
                 weights[id(module.weight)] = weight
             module.distribute(TraceableShards(weight=weight, place=place, in_fp8=in_fp8))
-        elif own:
-            gather_in_forward(module, list(own), place)
+        elif parameters:
+            gather_in_forward(module, list(parameters), place)
     ranks = tuple(sorted(mesh.mesh.reshape(-1).tolist()))
     group = SyncGroup(
         group_of_ranks(ranks, mesh.get_group(mesh.ndim - 1)), list(weights.values()), delayed_scales(model)

@@ -35,9 +35,11 @@ LONGEST_ROW = 16384
 def gates_in_one(config: LinearConfig) -> bool:
     """Return whether a recipe uses one dynamic row-wise cast everywhere."""
     recipe = config.recipe
-    made = (recipe.input, recipe.grad_output, *config.grad_weight_casts)
-    alike = all((one.format, one.policy) == (recipe.input.format, recipe.input.policy) for one in made)
-    return alike and all((one.scaling, one.granularity) == ("dynamic", "rowwise") for one in (*made, recipe.weight))
+    recipe_casts = (recipe.input, recipe.grad_output, *config.grad_weight_casts)
+    alike = all((cast.format, cast.policy) == (recipe.input.format, recipe.input.policy) for cast in recipe_casts)
+    return alike and all(
+        (cast.scaling, cast.granularity) == ("dynamic", "rowwise") for cast in (*recipe_casts, recipe.weight)
+    )
 
 
 def takes_gated(x: Any, weights: Sequence[torch.Tensor], specs: Sequence[LinearSpec]) -> bool:
@@ -95,10 +97,10 @@ def fp8_gated_mlp(
     ups = list(zip(weights, specs, strict=True))[:-1]
     for weight, spec in ups:
         check(x, weight, spec, offsets)
-    found = [weight.shape[-1 if spec.transposed else -2] for weight, spec in ups]
+    widths = [weight.shape[-1 if spec.transposed else -2] for weight, spec in ups]
     down, spec = weights[-1], specs[-1]
     hidden = down.shape[-2 if spec.transposed else -1]
-    if found != ([2 * hidden] if len(ups) == 1 else [hidden, hidden]) or down.shape[0] != weights[0].shape[0]:
+    if widths != ([2 * hidden] if len(ups) == 1 else [hidden, hidden]) or down.shape[0] != weights[0].shape[0]:
         shapes = ", ".join(str(list(weight.shape)) for weight in weights)
         raise Fp8Error(
             f"{spec.name} multiplies by gate and up, of as many features each as down takes, got weights {shapes}."
@@ -234,15 +236,15 @@ def gated_rows(
     Returns:
         float8 [rows, hidden]; float32 [rows].
     """
-    made = casts.quantize_dynamic(silu_mul(*_gate_and_up(gate, up)), fmt, policy, (1, 0))
-    return made.codes, made.scale_inv.view(-1)
+    cast = casts.quantize_dynamic(silu_mul(*_gate_and_up(gate, up)), fmt, policy, (1, 0))
+    return cast.codes, cast.scale_inv.view(-1)
 
 
 def _fake_back(gate, up, grad, fold, up_fold, group, source, of_place, ends, fmt, policy):  # noqa: ANN001, ANN202
     m, n = grad.shape
     start, count = scales_of_gradients(m, n, len(ends), apart=up is not None)["hidden"]
     shape = (m, 2 * n) if up is None else (2, m, n)
-    codes, turned = (gate.new_empty(one, dtype=torch_dtype(fmt)) for one in (shape, (3 * n, len(source))))
+    codes, turned = (gate.new_empty(size, dtype=torch_dtype(fmt)) for size in (shape, (3 * n, len(source))))
     return codes, turned, gate.new_empty(start + count, dtype=torch.float32)
 
 
@@ -310,19 +312,24 @@ def gated_back(
     if not is_apart:
         gradients = [torch.cat(gradients, 1)]
     rows = []
-    for one, own in zip(gradients, [fold] if up_fold is None else [fold, up_fold], strict=True):
-        folds = torch.cat([own, own.new_ones((1, own.shape[1]))])  # for rows of no group
-        rows.append(casts.quantize_dynamic(one, fmt, policy, (1, 0), fold=folds, groups=group))
+    for gradient, factors in zip(gradients, [fold] if up_fold is None else [fold, up_fold], strict=True):
+        folds = torch.cat([factors, factors.new_ones((1, factors.shape[1]))])  # for rows of no group
+        rows.append(casts.quantize_dynamic(gradient, fmt, policy, (1, 0), fold=folds, groups=group))
     turned, inverses = [], []
-    for one in (*gradients, activation):
-        scale = casts.scale_from_amax(segment_amax(one, group, count, True), fmt, policy)
-        turned.append(transposed_rows(segment_quantize(one, group, scale, fmt, None), source))
+    for gradient in (*gradients, activation):
+        scale = casts.scale_from_amax(segment_amax(gradient, group, count, True), fmt, policy)
+        turned.append(transposed_rows(segment_quantize(gradient, group, scale, fmt, None), source))
         inverses.append(casts.reciprocal(scale).view(-1))
-    (start, size), found = scales_of_gradients(m, n, count, apart=is_apart)["gradients"], [r.scale_inv for r in rows]
+    (start, size), row_inverses = (
+        scales_of_gradients(m, n, count, apart=is_apart)["gradients"],
+        [r.scale_inv for r in rows],
+    )
     scale_inv = grad.new_zeros(start + size + count * n, dtype=torch.float32)
-    scale_inv[: len(found) * m] = torch.cat(found).view(-1)
+    scale_inv[: len(row_inverses) * m] = torch.cat(row_inverses).view(-1)
     scale_inv[start:] = torch.cat(inverses)
     # as bytes, because few operators know float8
-    joined = [torch.cat([one.view(torch.uint8) for one in own]) for own in ([r.codes for r in rows], turned)]
-    codes, turned = (one.view(torch_dtype(fmt)) for one in joined)
+    joined = [
+        torch.cat([gradient.view(torch.uint8) for gradient in factors]) for factors in ([r.codes for r in rows], turned)
+    ]
+    codes, turned = (gradient.view(torch_dtype(fmt)) for gradient in joined)
     return codes.view((2, m, n) if is_apart else (m, 2 * n)), turned, scale_inv

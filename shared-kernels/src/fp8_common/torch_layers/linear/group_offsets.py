@@ -172,18 +172,18 @@ def segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_column
         # one segment after the other: torch's reduction by index takes several times as long there
         ends = torch.searchsorted(segments, torch.arange(count + 1, dtype=segments.dtype)).tolist()
         narrow = narrow_bits(x)
-        found = narrow.new_zeros((count, x.shape[1]))
+        maxima = narrow.new_zeros((count, x.shape[1]))
         for segment, (start, end) in enumerate(itertools.pairwise(ends)):
             if start < end:
-                torch.amax(narrow[start:end], 0, out=found[segment])
-        return found.view(x.dtype).float()
+                torch.amax(narrow[start:end], 0, out=maxima[segment])
+        return maxima.view(x.dtype).float()
     # Bits, as in every MAX of this package: integers keep NaN, and their maximum does not depend on an order.
     bits = amax_bits(check_input_dtype(x).float() if per_column else amax_over(x, (1,), keepdim=False))
     # one more, for the rows that are in none
-    found = bits.new_zeros((count + 1, *bits.shape[1:]))
+    maxima = bits.new_zeros((count + 1, *bits.shape[1:]))
     places = segments.long()[:, None].expand_as(bits) if per_column else segments.long()
-    found.scatter_reduce_(0, places, bits, "amax")
-    return found[:count].view(torch.float32)
+    maxima.scatter_reduce_(0, places, bits, "amax")
+    return maxima[:count].view(torch.float32)
 
 
 def casts_columns(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> bool:

@@ -43,13 +43,13 @@ class RowGroups(GroupOffsets, UngroupedRows):
             raise Fp8Error(f"Rows in groups must be a matrix [rows, features], got {tuple(rows.shape)}.")
         integers = isinstance(offsets, torch.Tensor) and offsets.dtype in (torch.int32, torch.int64)
         if not integers or tuple(offsets.shape) != (groups,) or offsets.device != rows.device:
-            found = (
+            given = (
                 f"{offsets.dtype} {tuple(offsets.shape)} on {offsets.device}"
                 if isinstance(offsets, torch.Tensor)
                 else type(offsets).__name__
             )
             raise Fp8Error(
-                f"Group offsets must be int32 or int64 [{groups}] on {rows.device}, one for each expert, got {found}."
+                f"Group offsets must be int32 or int64 [{groups}] on {rows.device}, one for each expert, got {given}."
             )
         if groups:
             group_offsets.check_offsets(offsets, rows.shape[0])

@@ -221,8 +221,8 @@ def _dequantized(operand: Quantized) -> torch.Tensor:
     if operand.block is None or torch.compiler.is_compiling():
         return operand.dequantize()
     decoded = decoding.values(operand.codes, operand.fmt)
-    own, scale_inv = split_blocks(decoded, operand.scale_inv, operand.block)
-    own.mul_(scale_inv)  # a view
+    blocks_inv, scale_inv = split_blocks(decoded, operand.scale_inv, operand.block)
+    blocks_inv.mul_(scale_inv)  # a view
     return decoded
 
 

@@ -81,9 +81,9 @@ def quantize_tensorwise(
         return casts.quantize_dynamic(x, fmt, cast.policy, both=both)
     # A scale from earlier steps is common already; ranks only need to agree on a scale from this step's values.
     if delayed is not None and (group is None or delayed.always_ready):
-        made = quantize_delayed(x, delayed, fmt, cast.policy, record=record, both=both)
-        if made is not None:
-            return made
+        operand = quantize_delayed(x, delayed, fmt, cast.policy, record=record, both=both)
+        if operand is not None:
+            return operand
     if delayed is not None and delayed.always_ready:
         cast_with_amax = casts.quantize_both_with_amax if both else casts.quantize_with_amax
         codes, amax, *transposed = cast_with_amax(x, delayed.scale, fmt)

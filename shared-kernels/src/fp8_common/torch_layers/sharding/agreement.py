@@ -40,7 +40,7 @@ def max_over_ranks(parts: Sequence[torch.Tensor], group: dist.ProcessGroup | Non
     dist.all_reduce(payload, op=dist.ReduceOp.MAX, group=group)
     reduced = payload.split([part.numel() for part in parts])
     pairs = zip(reduced, parts, strict=True)
-    return [own if part.ndim == 1 else own.view(part.shape) for own, part in pairs], 1
+    return [piece if part.ndim == 1 else piece.view(part.shape) for piece, part in pairs], 1
 
 
 def max_by_group(
@@ -60,10 +60,10 @@ def max_by_group(
     for place, (_, group) in enumerate(parts):
         places.setdefault(group, []).append(place)
     largest, reductions = [part for part, _ in parts], 0
-    for group, own in places.items():
-        reduced, sent = max_over_ranks([largest[place] for place in own], group)
+    for group, indices in places.items():
+        reduced, sent = max_over_ranks([largest[place] for place in indices], group)
         reductions += sent
-        for place, part in zip(own, reduced, strict=True):
+        for place, part in zip(indices, reduced, strict=True):
             largest[place] = part
     return largest, reductions
 

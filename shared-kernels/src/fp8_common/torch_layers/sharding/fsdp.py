@@ -69,7 +69,7 @@ class Shard:
         # A parameter that FSDP2 only replicates is whole on each rank.
         parameter: Any = self.parameter
         of_fsdp = parameter.placements[: self.fsdp_group.mesh_info.mesh.ndim]
-        index = 0 if all(one.is_replicate() for one in of_fsdp) else param.shard_mesh.get_local_rank()
+        index = 0 if all(placement.is_replicate() for placement in of_fsdp) else param.shard_mesh.get_local_rank()
         return Region.along(dim, length * index, param._orig_size)
 
     @property

@@ -158,8 +158,8 @@ class GatheredWeight(torch.Tensor):
                 "replaces. Change the sharded parameter instead (after model.reshard())."
             )
         # Stacked weights have no layer that multiplies codes.
-        own = [one for one in args if isinstance(one, GatheredWeight)]
-        if func in _MULTIPLIES and all(one.is_weight and one.ndim <= 2 for one in own):
+        weights = [argument for argument in args if isinstance(argument, GatheredWeight)]
+        if func in _MULTIPLIES and all(argument.is_weight and argument.ndim <= 2 for argument in weights):
             warnings.warn(
                 "An FP8 weight is multiplied outside of its layer: in high precision, with values that were rounded to "
                 "FP8 for the gather. Call the layer, or leave it out of the conversion with module_filter_fn.",
@@ -284,12 +284,12 @@ def check_codes(memory: WeightMemory, repeated: int, name: str) -> None:
     Raises:
         Fp8StaleError: They are others.
     """
-    own, present = memory.number, memory.origin.number
-    if own == repeated == present:
+    number, present = memory.number, memory.origin.number
+    if number == repeated == present:
         return
     raise Fp8StaleError(
         f"The backward of {name} would multiply with FP8 codes {present} of its weight, and its forward used codes "
-        f"{own}{'' if repeated == own else f' ({repeated} when it was repeated)'}: another forward ran between the "
+        f"{number}{'' if repeated == number else f' ({repeated} when it was repeated)'}: another forward ran between the "
         "two, and the codes of this one are gone. Return the outputs of modules under fully_shard in tuples, lists or "
         "dicts, so that FSDP2 sees their backward, or run the backward first."
     )
