@@ -179,7 +179,7 @@ REFUSED = {
     "weights and gradients are both off": compress(weights=False, gradients=False),
     "No matrix to compress": compress(parameters=["!*"]),
     "contradict": compress(parameters=["*", "!*.weight", "*.weight"]),
-    "0.weight is a OwnGather, which brings a gather of its own": lambda model: f8.compress_communication(own_gather()),
+    "0.weight is a OwnGather, which defines its own all-gather": lambda model: f8.compress_communication(own_gather()),
     "reshard_after_forward with an integer does not work": lambda model: f8.compress_communication(
         fully_shard(nn.Sequential(nn.Linear(32, 32)), reshard_after_forward=2)
     ),

@@ -151,7 +151,7 @@ def test_what_is_instead_of_no_parameter_is_an_error_that_names_the_cure(change)
     optimizer = masters_for(net)
     change(net, optimizer.param_groups[0])
     loss_of(net).backward()
-    told = r"in the place of no other of this shape: make the optimizer .*, after fully_shard, or use add_param_group"
+    told = r"replaces no other of this shape: make the optimizer .*, after fully_shard, or use add_param_group"
     for use in (optimizer.step, optimizer.state_dict, optimizer.masters, lambda: fti.seed_masters(optimizer, built())):
         with pytest.raises(Fp8Error, match=told):
             use()

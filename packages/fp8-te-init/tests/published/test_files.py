@@ -241,7 +241,7 @@ def test_codes_are_frozen_and_follow_moves_and_copies(tmp_path):
     layer = model.get_submodule(LAYER)
     before, values = layer.weight.codes.clone(), layer.weight.dequantize()
     for write_to in (lambda w: w.copy_(values + 1), lambda w: w.mul_(2), nn.init.normal_, lambda w: w.zero_()):
-        with torch.no_grad(), pytest.raises(Fp8Error, match="published FP8 weight, whose codes are those of its file"):
+        with torch.no_grad(), pytest.raises(Fp8Error, match="published FP8 weight, whose codes belong to its file"):
             write_to(layer.weight)
     assert same(layer.weight.codes, before)
     twin = copy.deepcopy(layer)
@@ -279,7 +279,7 @@ def test_state_dicts_hold_codes_with_their_scales_and_load_into_a_converted_mode
     del state[f"{LAYER}.weight_scale_inv"]
     with pytest.raises(Fp8Error, match=rf"{LAYER}.weight holds FP8 codes, and .* is missing"):
         other.load_state_dict(state)
-    with pytest.raises(Exception, match="whose codes are those of its file"):
+    with pytest.raises(Exception, match="whose codes belong to its file"):
         other.load_state_dict(
             fill_twin(Llama(ODD).to_empty(device="cpu"), tmp_path / "other").state_dict(), strict=False
         )
@@ -447,5 +447,5 @@ def test_values_are_taken_if_they_are_its_own_alone(tmp_path):
         weight.copy_(values)
         assert same(weight.codes, before)
         for other in (values + 1, values.float()):
-            with pytest.raises(Fp8Error, match="that are not its own would be copied to a published FP8 weight"):
+            with pytest.raises(Fp8Error, match="from another tensor would be copied to a published FP8 weight"):
                 weight.copy_(other)

@@ -86,10 +86,10 @@ def test_a_merge_is_what_the_report_said_and_codes_are_saved(tmp_path):
 
 def test_what_cannot_be_merged_is_an_error(tmp_path):
     folder = write(tmp_path)
-    with pytest.raises(Fp8Error, match="no adapter 'default' beside a published weight"):
+    with pytest.raises(Fp8Error, match="no adapter 'default' on a published weight"):
         merge_report(loaded(folder))
     model = with_delta(folder, 1e-2)
-    with pytest.raises(Fp8Error, match="No adapter 'default' beside published weights at lm_head"):
+    with pytest.raises(Fp8Error, match="No adapter 'default' on published weights at lm_head"):
         merge_adapter(model, ["lm_head"], into="codes")
     with pytest.raises(Fp8Error, match='into must be "bfloat16" or "codes"'):
         merge_adapter(model, [LAYER], into="float32")

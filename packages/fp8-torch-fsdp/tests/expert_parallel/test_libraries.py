@@ -196,7 +196,7 @@ def test_torchtitans_dispatcher_without_expert_parallelism_stays_local(rank):
 def test_torchtitans_experts_that_cannot_take_codes_raise(recipe, why):
     model = nn.ModuleList([RoutedExperts(2, AllToAllTokenDispatcher(2, TOP))])
     model = model if recipe is None else mixture(RoutedExperts, 2, recipe)
-    with pytest.raises(Fp8Error, match=f"The module of experts 0 cannot take rows that arrive as FP8 codes.*: .*{why}"):
+    with pytest.raises(Fp8Error, match=f"The module of experts 0 does not support rows as FP8 codes.*: .*{why}"):
         dispatch_in_codes(model)
 
 

@@ -192,7 +192,7 @@ def test_who_trains_past_the_wrapper_is_warned(rank):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(batch(rank, 0)).sum().backward()
     optimizer.step()
-    with pytest.warns(UserWarning, match="what it has observed alone"):
+    with pytest.warns(UserWarning, match="uses only its own observations"):
         model.module(batch(rank, 1))
 
 

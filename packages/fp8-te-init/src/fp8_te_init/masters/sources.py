@@ -85,7 +85,7 @@ def exchanged(
                 raise Fp8Error(
                     f"A parameter of shape {tuple(parameter.shape)} was put into a group of this MasterOptimizer, but "
                     "replaces no other of this shape: make the optimizer for the final model, after fully_shard, "
-                    " or use add_param_group."
+                    "or use add_param_group."
                 )
             pairs.append((old, parameter))
     return pairs

@@ -290,8 +290,8 @@ def check_codes(memory: WeightMemory, repeated: int, name: str) -> None:
     raise Fp8StaleError(
         f"The backward of {name} would multiply with FP8 codes {present} of its weight, and its forward used codes "
         f"{number}{'' if repeated == number else f' ({repeated} when it was repeated)'}: another forward ran between "
-        "the two, and the codes of this one are gone. Return the outputs of modules under fully_shard in tuples, lists or "
-        "dicts, so that FSDP2 sees their backward, or run the backward first."
+        "the two, and the codes of this one are gone. Return the outputs of modules under fully_shard in tuples, lists "
+        "or dicts, so that FSDP2 sees their backward, or run the backward first."
     )
 
 
