@@ -228,7 +228,7 @@ REFUSED_LOSSES = {name: on_leaves(function) for name, function in REFUSED.items(
         lambda x, tree: lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, apply(x, tree)), (0, jnp.asarray(x)))[1]
     ),
 }
-SENTENCES = ("parameters alone", "fp8_jax_owg.state.read returns", "must be float32", "shared state enters while")
+SENTENCES = ("parameters alone", "result of fp8_jax_owg.state.read", "must be float32", "shared state enters while")
 
 
 # ---------------------------------------------------------------- verdicts

@@ -45,7 +45,7 @@ class Record:
         return cls(**{key: _load(fields[key].type, value, f"{cls.__name__}.{key}") for key, value in data.items()})
 
     def __repr__(self) -> str:
-        """Return the call that makes the record, without fields that have their default."""
+        """Return the call that makes the record, without default fields."""
         changed = [
             f"{field.name}={value!r}"
             for field in dataclasses.fields(self)  # pyrefly: ignore[bad-argument-type]
