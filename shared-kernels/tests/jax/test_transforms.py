@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-import fp8_common
 import fp8_common.jax as f8j
+import fp8_common.numerics as f8np
 from fp8_common import CANONICAL, E4M3, E5M2, Fp8UnsupportedError
 from fp8_common.jax import _kernels, casts, compat, numerics, slices
 from fp8_common.testing import assert_same_bits
@@ -116,7 +116,7 @@ def test_transformed_equals_numpy_and_has_no_gradient(name, kernels, x, monkeypa
     """Unused lanes and constants must not make a NaN either where neither the input nor the result has one."""
     select(monkeypatch, kernels)
     operation, (definition, _) = in_jax(name), OPERATIONS[name]
-    want = definition(fp8_common, x)
+    want = definition(f8np, x)
     with jax.debug_nans(True):
         assert_same(operation(x), want)
         operation(np.zeros_like(x))
@@ -124,7 +124,7 @@ def test_transformed_equals_numpy_and_has_no_gradient(name, kernels, x, monkeypa
     if name in BY_ROW:
         assert_same(jax.vmap(operation)(x), want)
     else:
-        both = [definition(fp8_common, one) for one in (x, x[::-1])]
+        both = [definition(f8np, one) for one in (x, x[::-1])]
         pairs = zip(*both, strict=True) if isinstance(want, tuple) else [both]
         assert_same(jax.vmap(operation, in_axes=1)(np.stack([x, x[::-1]], axis=1)), tuple(map(np.stack, pairs)))
 
@@ -171,7 +171,7 @@ def test_an_operation_is_compiled_once_outside_of_jit(monkeypatch, x):
 @pytest.mark.matrix("each", name=list(BY_ROW), kernels=[True, False], check_vma=[True, True, False, False])
 def test_shards_and_sharded_arrays(name, kernels, check_vma, x, mesh, monkeypatch):
     select(monkeypatch, kernels)
-    operation, want = in_jax(name), OPERATIONS[name][0](fp8_common, x)
+    operation, want = in_jax(name), OPERATIONS[name][0](f8np, x)
     mapped = jax.shard_map(operation, mesh=mesh, in_specs=SHARDED, out_specs=SHARDED, check_vma=check_vma)
     assert_same(jax.jit(mapped)(x), want)
     explicit = jax.make_mesh(mesh.devices.shape, ("data",), (AxisType.Explicit,), devices=mesh.devices)

@@ -90,7 +90,7 @@ def test_doctor_in_words_and_a_broken_plugin_exits_with_1(run):
         "emulated  mx: ",
         "What this version was tested with: NVIDIA Hopper (9.0)",
         "never run           collectives",
-        "never run:  nobody has run it on such a device",
+        "never run:  not run on such a device",
         "fp8-torch-fsdp 0.1.0: FP8 all-gather.",
         "native  wire: It can.",
         "PROBLEM bad = x:y: ImportError: no such thing",

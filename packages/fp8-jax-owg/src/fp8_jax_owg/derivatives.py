@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from fp8_common import Fp8UnsupportedError
 
 REVERSE_MODE_ONLY = (
-    "An FP8 matmul has reverse-mode derivatives only, and jax.jvp, jax.jacfwd or jax.linearize was asked for. "
+    "An FP8 matmul has only reverse-mode derivatives, and jax.jvp, jax.jacfwd or jax.linearize was called. "
     "Use jax.vjp, jax.grad or jax.jacrev, or compute forward-mode derivatives with the layers in bfloat16."
 )
 LIBRARIES = ("jax", "flax", "equinox", "keras", "fp8_jax_owg", "contextlib", "functools")
