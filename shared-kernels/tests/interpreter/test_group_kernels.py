@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import fp8_common as f8
+from fp8_common._kernels import groups
 from fp8_common.testing import assert_same_bits
 from fp8_common.torch import _triton, casts
 from fp8_common.torch_layers.linear import group_offsets, grouped_matmul
@@ -104,3 +105,38 @@ def test_columns_of_groups_are_cast_and_turned_in_one_launch(ends, dtype, fmt, i
     assert_same_bits(
         grouped_matmul._as_rows(made, groups).codes[: ENDS[ends][-1]], wanted.codes[: ENDS[ends][-1]], fmt=fmt
     )
+
+
+@pytest.mark.matrix(ends=list(ENDS), dtype=list(DTYPES), fmt=["e4m3", "e5m2"], columns=[80, 517], folds=[False, True])
+def test_rows_and_columns_of_groups_are_cast_in_one_launch(ends, dtype, fmt, columns, folds, monkeypatch):
+    rows = max(48, ENDS[ends][-1] + 3)
+    cast, values = f8.CastRecipe(format=fmt, granularity="rowwise"), planted((rows, columns), dtype, fmt)
+    values[0, 0] = np.nan  # whose scales must not reach other rows and columns
+    x = tensor(values)
+    inverses = tensor(np.abs(calm((len(ENDS[ends]), columns, 1), "float32")) + np.float32(0.1)) if folds else None
+    launched, run, results = [], _triton.run, []
+    monkeypatch.setattr(_triton, "run", lambda plan, *_, **named: (launched.append(plan.name), run(plan, *_, **named)))
+    of_rows = RowGroups(torch.tensor(ENDS[ends], dtype=torch.int32, device=kernel_inputs.DEVICE), rows)
+    for backend in ("triton", "reference"):
+        monkeypatch.setenv("FP8_COMMON_BACKEND", backend)
+        if folds:
+            results.append(of_rows.quantize_folded(x, inverses, cast, both=True))
+        else:
+            results.append(of_rows.quantize(x, cast, None, record=False, both=True))
+    assert launched == ["group_columns"]
+    both, by_rows = results
+    by_columns, last, end = of_rows.quantize_over_rows(x, cast), int(of_rows.padded[1][-1]), ENDS[ends][-1]
+    assert by_rows.transposed is None
+    assert_same_bits(both.scale_inv[:end], by_rows.scale_inv[:end])
+    assert_same_bits(both.codes[:end], by_rows.codes[:end], fmt=fmt)
+    assert_same_bits(both.transposed.scale_inv.mT, by_columns.scale_inv)
+    turned = group_offsets.transposed_rows(by_columns.codes, of_rows.source)
+    assert_same_bits(both.transposed.codes[:, :last], turned[:, :last], fmt=fmt)
+
+
+def test_long_rows_of_groups_are_cast_in_a_launch_of_their_own():
+    assert group_offsets.LONGEST_ROW == groups.LONGEST_ROW
+    x = tensor(calm((3, group_offsets.LONGEST_ROW + 16), "bfloat16"))
+    of_rows = RowGroups(torch.tensor([1, 3], dtype=torch.int32, device=kernel_inputs.DEVICE), len(x))
+    operand = of_rows.quantize(x, f8.CastRecipe(granularity="rowwise"), None, record=False, both=True)
+    assert operand.transposed is None

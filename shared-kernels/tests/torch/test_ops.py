@@ -66,6 +66,11 @@ OPERATORS = {
     "foreach_quantize": ([X, X[:1, :3], X[:0]], torch.tensor([1.0, 2.0, 3.0]), "e4m3"),
     "segment_amax": (X, torch.tensor([0, 0, 1, 2], dtype=torch.int32), 2, True),
     "group_columns": (X, GROUPS, torch.tensor([16, 32], dtype=torch.int32), 48, "e4m3", POLICY),
+    "group_rows_and_columns": (X, None, GROUPS, torch.tensor([16, 32], dtype=torch.int32), 48, "e4m3", POLICY),
+    "group_rows_and_columns_of_folded": (
+        *(X, torch.ones(2, 40), GROUPS),
+        *(torch.tensor([16, 32], dtype=torch.int32), 48, "e4m3", POLICY),
+    ),
     "gated_rows": (H, H, "e4m3", POLICY),
     "gated_rows_over_both": (H, None, "e4m3", POLICY),
     "gated_back": (H, H, H, torch.ones(2, 40), torch.ones(2, 40), *PLACES, "e4m3", POLICY),

@@ -44,16 +44,7 @@ def one_rank():
 # gradient. The backward takes the weight's codes of the forward. Of experts those of groups and rows are counted.
 GROUPS = ("group_amax", "group_cast")
 COUNTED = (*GROUPS, "rowwise", "rowwise_transposed", "group_columns", "dequantize")
-CODES = [
-    "rowwise",
-    "rowwise_transposed",
-    "rowwise",
-    "dequantize",
-    "dequantize",
-    "group_columns",
-    "group_columns",
-    "rowwise",
-]
+CODES = ["rowwise", "rowwise_transposed", "rowwise", "dequantize", "group_columns", "dequantize", "group_columns"]
 LAUNCHES = [
     (dense, "tensorwise", ["amax", "cast_transpose"] * 3),
     (dense, "tensorwise_delayed", ["delayed_update", *["cast_transpose"] * 3]),
@@ -61,7 +52,7 @@ LAUNCHES = [
     (dense, "rowwise_with_gw_hp", ["rowwise", "rowwise_transposed", "rowwise"]),
     (dense, "blockwise", ["block_both"] * 3),
     (experts, "tensorwise", [*GROUPS, "rowwise", *GROUPS]),
-    (experts, "rowwise", ["rowwise", "rowwise_transposed", "group_columns", "group_columns", "rowwise"]),
+    (experts, "rowwise", ["group_columns", "rowwise_transposed", "group_columns"]),
     (dispatched, "rowwise", CODES),
 ]
 

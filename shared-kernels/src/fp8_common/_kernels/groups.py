@@ -17,13 +17,26 @@ from fp8_common._kernels.device import (
     to_fp8,
     widen_key,
 )
-from fp8_common._kernels.launch import Launch, Out, codes, input_dtype, matrix_sizes, plan, scale_constants, tile_count
+from fp8_common._kernels.launch import (
+    Launch,
+    Out,
+    codes,
+    input_dtype,
+    matrix_sizes,
+    next_power_of_2,
+    plan,
+    scale_constants,
+    tile_count,
+)
+from fp8_common._kernels.rows import load_values
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format
 from fp8_common.policy import CANONICAL, ScalePolicy
 
 PADDED = 16
 """Divides the number of rows of each transposed group."""
+LONGEST_ROW = 8192
+"""Rows up to this length stay in the registers of a program that casts columns too."""
 
 
 # No pointer is given to this function: torch assumes that pointers given to a function that returns store offsets are
@@ -116,10 +129,13 @@ def group_cast_kernel(
 @triton.jit(do_not_specialize=["P", "N"])
 def group_columns_kernel(
     x_ptr,
+    fold_ptr,
     end_ptr,
     padded_end_ptr,
     t_ptr,
     scale_inv_ptr,
+    y_ptr,
+    row_scale_inv_ptr,
     P: tl.int32,
     N: tl.int32,
     FMAX: tl.constexpr,
@@ -127,20 +143,25 @@ def group_columns_kernel(
     ALIGNED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    RM: tl.constexpr,
+    RN: tl.constexpr,
 ):
-    """Cast the columns of each group, and store them transposed.
+    """Cast the columns of each group and store them transposed; with `y`, cast its rows too.
 
-    Each column of a group has a scale; t is [N, P].
+    Each column of a group has a scale; t is [N, P]. Group g ends before row `end[g]` of x and before column
+    `padded_end[g]` of t, where zeros follow its codes. Scales back are [groups, N]. A program casts BN columns of a
+    group; the second read comes from the L2 cache.
 
-    Group g ends before row `end[g]` of x and before column `padded_end[g]` of t, where zeros follow its codes. Scales
-    back are [groups, N]. A program casts BN columns of a group; the second read comes from the L2 cache.
+    y is [M, N], of rows times `fold[g]` if given; RN >= N. Rows of no group are not written. The programs of a group
+    share its rows, which they have just read.
     """
     P = multiple_of_16(P)
     if ALIGNED:
         N = multiple_of_16(N)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     tiles_n = tl.cdiv(N, BN)
-    group, columns = tl.program_id(0) // tiles_n, (tl.program_id(0) % tiles_n) * BN + tl.arange(0, BN)
+    group, tile = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
+    columns = tile * BN + tl.arange(0, BN)
     start, end = tl.load(end_ptr + group - 1, mask=group > 0, other=0), tl.load(end_ptr + group)
     first = multiple_of_16(tl.load(padded_end_ptr + group - 1, mask=group > 0, other=0))
     size = multiple_of_16(tl.load(padded_end_ptr + group) - first)
@@ -159,6 +180,18 @@ def group_columns_kernel(
         # zeros after the group for any scale, even NaN
         q = to_fp8(tl.where(inside, scaled(x, scale[None, :]), 0.0), t_ptr.dtype.element_ty)
         tl.store(t_ptr + c.to(tl.int64) * P + (first + m + lines), q, mask=(m + lines < size) & (c < N))
+    if y_ptr is not None:
+        share = tl.cdiv(end - start, tiles_n)
+        begin = start + tile * share
+        stop = tl.minimum(begin + share, end)
+        k = tl.arange(0, RN)[None, :]
+        for m in range(begin, stop, RM):
+            row = m + tl.arange(0, RM)
+            at, mask = row[:, None].to(tl.int64) * N + k, (row[:, None] < stop) & (k < N)
+            v = load_values(x_ptr, fold_ptr, at, group.to(tl.int64) * N + k, mask, k < N)
+            row_scale = scale_of_key(widen_key(tl.max(narrow_key(v), axis=1), v.dtype), 1.0, FMAX, RULE)
+            tl.store(y_ptr + at, to_fp8(scaled(v, row_scale[:, None]), y_ptr.dtype.element_ty), mask=mask)
+            store_reciprocal(row_scale_inv_ptr, row, row_scale, row < stop)
 
 
 @triton.jit(do_not_specialize=["P", "N"])
@@ -253,29 +286,48 @@ def group_cast(m: int, n: int, groups: int, dtype: str, fmt: str | Format, *, co
 
 @plan
 def group_columns(
-    m: int, n: int, p: int, groups: int, dtype: str, fmt: str | Format, policy: ScalePolicy = CANONICAL
+    m: int,
+    n: int,
+    p: int,
+    groups: int,
+    dtype: str,
+    fmt: str | Format,
+    policy: ScalePolicy = CANONICAL,
+    *,
+    rows: bool = False,
+    fold: bool = False,
 ) -> Launch:
-    """Plan column codes [n, p] and scales [groups, n] of groups.
-
-    Rows of x [m, n] are padded in each group.
+    """Plan column codes [n, p] and scales back [groups, n] of the groups of x [m, n].
 
     int32 `end_ptr` and `padded_end_ptr` [groups] are the ends of groups in x, and in the codes, where 16 divides them.
+    With `rows` also row codes [m, n] and scales back [m], of `fold` those of float32(x) * float32 [groups, n].
 
     Raises:
-        Fp8Error: 16 does not divide p.
+        Fp8Error: 16 does not divide p, or rows are longer than `LONGEST_ROW`.
     """
-    if p % PADDED:
-        raise Fp8Error(f"Rows are transposed in multiples of {PADDED}, got {p}. Use the reference.")
-    sizes = matrix_sizes(p, n)
+    if p % PADDED or (rows and n > LONGEST_ROW):
+        raise Fp8Error(
+            f"Rows are transposed in multiples of {PADDED}, and cast with their columns up to {LONGEST_ROW} columns, "
+            f"got {p} and {n}. Use the reference."
+        )
+    sizes, row = matrix_sizes(p, n), next_power_of_2(n)
+    of_columns = {"t_ptr": codes((n, p), fmt), "scale_inv_ptr": Out((groups, n), "float32")}
+    of_rows = {"y_ptr": codes((m, n), fmt), "row_scale_inv_ptr": Out((m,), "float32")}
     return Launch(
         kernel=group_columns_kernel,
         # 256 x 32: tiles that the programs in flight read twice fit into the L2 cache of an H100 up to 2,000 rows a
         # group
         grid=groups * tile_count(n, 32) if m else 0,
-        inputs={"x_ptr": input_dtype(dtype), "end_ptr": "int32", "padded_end_ptr": "int32"},
-        outputs={"t_ptr": codes((n, p), fmt), "scale_inv_ptr": Out((groups, n), "float32")},
+        inputs={
+            "x_ptr": input_dtype(dtype),
+            "fold_ptr": "float32" if fold else None,
+            "end_ptr": "int32",
+            "padded_end_ptr": "int32",
+        },
+        outputs=of_columns | (of_rows if rows else {}),
         scalars={"P": sizes["M"], "N": sizes["N"]},
-        constants=scale_constants(fmt, policy) | {"ALIGNED": n % 16 == 0, "BM": 256, "BN": 32},
+        constants=scale_constants(fmt, policy)
+        | {"ALIGNED": n % 16 == 0, "BM": 256, "BN": 32, "RM": max(8192 // row, 1), "RN": row},
         num_warps=16,
     )
 

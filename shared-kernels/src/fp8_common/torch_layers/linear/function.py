@@ -252,7 +252,7 @@ class _Linear(torch.autograd.Function):
             both = needs_weight and config.shared.grad_output == "codes"
             decided = plan.grad_output if both else None
             shared = _quantize(rows, "grad_output", matrix, spec, decided, record=ctx.record, both=both)
-        elif needs_x and needs_weight and config.shared.grad_output == "columns" and not rows.grouped:
+        elif needs_x and needs_weight and config.shared.grad_output == "columns":
             if not config.shared.folds:
                 shared = _quantize(rows, "grad_output", matrix, spec, plan.grad_output, record=False, both=True)
             elif gather is None:

@@ -128,7 +128,7 @@ class _GatedMlp(torch.autograd.Function):
         needs_x, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
         needed = [needs_x] * (len(weights) - 1) + [needs_x or needs_weights]  # down: for the gradients of gate and up
         rows, plan = RowGroups(offsets, x.shape[0]), plan_of(specs[0], x, weights[0], offsets)
-        x_operand = rows.quantize(x, config.input, None, record=record, both=False)
+        x_operand = rows.quantize(x, config.input, None, record=record, both=needs_weights)
         matrices, kept, memory = [], [], []
         for weight, spec, wanted, keep in zip(weights, specs, needed, keep_codes, strict=True):
             matrix = rows.checked(spec.weight(weight, record, wanted and keep and not plan.compiled))
@@ -169,8 +169,8 @@ class _GatedMlp(torch.autograd.Function):
             return rows.matmul(operand, Quantized(weight.codes, rows.ones(weight.codes), weight.fmt), plan.grad_input)
 
         cast = config.grad_output
-        of_rows = rows.quantize_folded(grad, down.scale_inv, cast, both=False)
-        of_hidden = multiplied(of_rows, down)
+        of_grad = rows.quantize_folded(grad, down.scale_inv, cast, both=needs_weights)
+        of_hidden = multiplied(of_grad, down)
         folds = [one.scale_inv.flatten(-2).contiguous() for one in ups]
         codes, turned, scales = gated_back(
             gate, up, of_hidden.contiguous(), folds[0], folds[1] if up is not None else None,
@@ -193,7 +193,8 @@ class _GatedMlp(torch.autograd.Function):
         )
         pairs = [(Quantized(one, inv, cast.fp8_format), x) for one, inv in gradients]
         activation = Quantized(turned[2 * n :], of_activation.view(count, n, 1), cast.fp8_format)
-        pairs.append((rows.quantize_over_rows(grad, config.grad_weight_casts[0]), activation))
+        columns = of_grad.transposed or rows.quantize_over_rows(grad, config.grad_weight_casts[0])
+        pairs.append((columns, activation))
         products = [rows.matmul_over_rows(*pair, plan.grad_weight) for pair in pairs]
         products = [one.mT if spec.transposed else one for one, spec in zip(products, specs, strict=True)]
         return grad_x, None, None, None, None, *products

@@ -27,6 +27,8 @@ BLOCK = 128
 PADDED = 16
 """Divides the rows of each group in a matmul contracted over rows, as the hardware requires of contracted dimensions.
 """
+LONGEST_ROW = 8192
+"""Columns up to which one launch casts rows and columns."""
 
 
 class GroupOffsets:
@@ -81,12 +83,11 @@ class GroupOffsets:
 
     @property
     def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 [count]: ends of the groups, padded to multiples of 16."""
+        """int32 [count] twice: starts and ends of the groups, each padded to a multiple of 16 rows."""
         if self._padded is None:
-            sizes = self.offsets.diff(prepend=self.offsets.new_zeros(1))
-            sizes = (sizes + PADDED - 1) // PADDED * PADDED
-            ends = sizes.cumsum(0)
-            self._padded = (ends - sizes).int(), ends.int()
+            sizes = (self.offsets.diff(prepend=self.offsets.new_zeros(1)) + (PADDED - 1)) & -PADDED
+            ends = sizes.cumsum(0, dtype=torch.int32)
+            self._padded = (ends - sizes).int(), ends
         return self._padded
 
     @property
@@ -186,13 +187,10 @@ def segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_column
     return maxima[:count].view(torch.float32)
 
 
-def casts_columns(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> bool:
-    """Return whether one launch casts group columns of x.
-
-    x is [rows, columns].
-    """
+def casts_columns(x: torch.Tensor, fmt: Format, policy: ScalePolicy, *, rows: bool = False) -> bool:
+    """Return whether one launch casts group columns of x [rows, columns], and with `rows` its rows."""
     fits = x.is_contiguous() and x.numel() > 0 and policy.formula != "e8m0"
-    return fits and launches(x, fmt, policy)
+    return fits and (not rows or x.shape[1] <= LONGEST_ROW) and launches(x, fmt, policy)
 
 
 def _columns_by_kernel(
@@ -232,6 +230,60 @@ def group_columns(
     scale = casts.scale_from_amax(segment_amax(x, groups.of_row, groups.count, True), fmt, policy)
     codes = segment_quantize(x, groups.of_row, scale, fmt, None)
     return transposed_rows(codes, groups.source), casts.reciprocal(scale)
+
+
+def _both_by_kernel(
+    x: torch.Tensor,
+    fold: torch.Tensor | None,
+    ends: torch.Tensor,
+    padded_ends: torch.Tensor,
+    rows: int,
+    fmt: Format,
+    policy: ScalePolicy,
+) -> tuple[torch.Tensor, ...]:
+    shape = *x.shape, rows, len(ends)
+    plan = plans().group_columns(*shape, name_of(x.dtype), fmt, policy, rows=True, fold=fold is not None)
+    return launch(plan, x.device, x_ptr=x, fold_ptr=fold, end_ptr=ends, padded_end_ptr=padded_ends)
+
+
+@operator(
+    lambda x, fold, ends, padded_ends, rows, fmt, policy: (
+        x.new_empty((x.shape[1], rows), dtype=torch_dtype(fmt)),
+        x.new_empty((len(ends), x.shape[1]), dtype=torch.float32),
+        x.new_empty(x.shape, dtype=torch_dtype(fmt)),
+        x.new_empty(len(x), dtype=torch.float32),
+    ),
+    _both_by_kernel,
+)
+def group_rows_and_columns(
+    x: torch.Tensor,
+    fold: torch.Tensor | None,
+    ends: torch.Tensor,
+    padded_ends: torch.Tensor,
+    rows: int,
+    fmt: Format,
+    policy: ScalePolicy,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the results of `group_columns`, then row codes of each group and their scales back.
+
+    Args:
+        x: As of `group_columns`, of at most `LONGEST_ROW` columns.
+        fold: float32 [groups, columns], contiguous: factors of the rows of a group, which columns do not have; or None.
+        ends: As of `group_columns`.
+        padded_ends: As of `group_columns`.
+        rows: As of `group_columns`.
+        fmt: The format.
+        policy: The rule for the scales.
+
+    Returns:
+        float8 [columns, rows]; float32 [groups, columns]; float8 [rows of x, columns]; float32 [rows of x]. Rows of no
+        group have any codes and scales.
+    """
+    factors = None if fold is None else torch.cat([fold, torch.ones_like(fold[:1])])
+    of_row = None if fold is None else GroupOffsets(ends, len(x)).of_row
+    by_rows = casts.quantize_dynamic(x, fmt, policy, (1, 0), fold=factors, groups=of_row)
+    of_columns = group_columns(x, ends, padded_ends, rows, fmt, policy)
+    return *of_columns, by_rows.codes, by_rows.scale_inv.view(-1)
 
 
 def segment_quantize(

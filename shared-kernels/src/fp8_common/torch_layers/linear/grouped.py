@@ -80,13 +80,15 @@ class RowGroups(GroupOffsets, UngroupedRows):
             cast: How to quantize them.
             delayed: The state of delayed scaling of each group, where `cast.scaling` is "delayed".
             record: Whether delayed scaling observes the groups that have rows.
-            both: Not used: no kernel quantizes groups by rows and by columns.
+            both: Whether the columns of each group are quantized too, if one launch does both; row-wise casts alone.
 
         Returns:
             Codes [rows, columns]; scales [count] of tensorwise casts, or each row's own scales.
         """
         if isinstance(x, GatheredWeight):  # quantized before it was sent
             return quantized(x)
+        if both and self._casts_both(x, cast):
+            return self._both(x, None, cast)
         if cast.granularity != "tensorwise":
             return quantize_operand(x, cast)  # blocks within a row do not depend on groups
         fmt = FORMATS[cast.format]
@@ -105,13 +107,27 @@ class RowGroups(GroupOffsets, UngroupedRows):
     def quantize_folded(self, x: torch.Tensor, weight_inv: torch.Tensor, cast: CastRecipe, *, both: bool) -> Quantized:
         """Quantize x times the scales of its group's weight rows.
 
-        float32(x) * float32 scales, [count, N, 1] or transposed.
+        float32(x) * float32 scales, [count, N, 1] or transposed. `both` as in `quantize`; columns are not multiplied.
         """
         fold = weight_inv.flatten(-2)
+        if both and self._casts_both(x, cast):
+            return self._both(x, fold.contiguous(), cast)
         if cast.granularity == "rowwise":
             folds, fmt = torch.cat([fold, torch.ones_like(fold[:1])]), cast.fp8_format
             return casts.quantize_dynamic(x, fmt, cast.policy, (1, 0), fold=folds, groups=self.of_row)
         return self.quantize(x.float() * self.per_row(fold), cast, None, record=False, both=both)
+
+    def _casts_both(self, x: torch.Tensor, cast: CastRecipe) -> bool:
+        fits = cast.granularity == "rowwise" and self.count > 0
+        return fits and group_offsets.casts_columns(x, cast.fp8_format, cast.policy, rows=True)
+
+    def _both(self, x: torch.Tensor, fold: torch.Tensor | None, cast: CastRecipe) -> Quantized:
+        fmt, ends = cast.fp8_format, (self.offsets.int(), self.padded[1])
+        turned, column_inv, codes, row_inv = group_offsets.group_rows_and_columns(
+            x, fold, *ends, self.padded_rows, fmt, cast.policy
+        )
+        columns = Quantized(turned, column_inv[..., None], fmt)
+        return Quantized(codes, row_inv[:, None], fmt, transposed=columns)
 
     def ones(self, codes: torch.Tensor) -> torch.Tensor:
         """Return neutral scales [count] for a folded weight's codes."""
