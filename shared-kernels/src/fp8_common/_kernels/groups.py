@@ -146,9 +146,9 @@ def group_columns_kernel(
     RM: tl.constexpr,
     RN: tl.constexpr,
 ):
-    """Cast the columns of each group and store them transposed; with `y`, cast its rows too.
+    """Cast the columns of each group, and its rows too with `y`.
 
-    Each column of a group has a scale; t is [N, P]. Group g ends before row `end[g]` of x and before column
+    Each column of a group has a scale. t is [N, P], codes of columns. Group g ends before row `end[g]` of x and before column
     `padded_end[g]` of t, where zeros follow its codes. Scales back are [groups, N]. A program casts BN columns of a
     group; the second read comes from the L2 cache.
 
@@ -297,7 +297,9 @@ def group_columns(
     rows: bool = False,
     fold: bool = False,
 ) -> Launch:
-    """Plan column codes [n, p] and scales back [groups, n] of the groups of x [m, n].
+    """Plan column codes and scales back of groups of rows.
+
+    Codes are [n, p] and scales [groups, n] of x [m, n].
 
     int32 `end_ptr` and `padded_end_ptr` [groups] are the ends of groups in x, and in the codes, where 16 divides them.
     With `rows` also row codes [m, n] and scales back [m], of `fold` those of float32(x) * float32 [groups, n].

@@ -83,7 +83,7 @@ class GroupOffsets:
 
     @property
     def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 [count] twice: starts and ends of the groups, each padded to a multiple of 16 rows."""
+        """int32 [count] starts and ends of groups, padded to 16 rows."""
         if self._padded is None:
             sizes = (self.offsets.diff(prepend=self.offsets.new_zeros(1)) + (PADDED - 1)) & -PADDED
             ends = sizes.cumsum(0, dtype=torch.int32)
@@ -188,7 +188,14 @@ def segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_column
 
 
 def casts_columns(x: torch.Tensor, fmt: Format, policy: ScalePolicy, *, rows: bool = False) -> bool:
-    """Return whether one launch casts group columns of x [rows, columns], and with `rows` its rows."""
+    """Return whether one launch casts columns of groups.
+
+    Args:
+        x: [rows, columns].
+        fmt: The format.
+        policy: The rule for the scales.
+        rows: Whether the rows must be cast too.
+    """
     fits = x.is_contiguous() and x.numel() > 0 and policy.formula != "e8m0"
     return fits and (not rows or x.shape[1] <= LONGEST_ROW) and launches(x, fmt, policy)
 
@@ -264,7 +271,7 @@ def group_rows_and_columns(
     fmt: Format,
     policy: ScalePolicy,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the results of `group_columns`, then row codes of each group and their scales back.
+    """Cast the columns of each group as `group_columns`, and its rows.
 
     Args:
         x: As of `group_columns`, of at most `LONGEST_ROW` columns.
