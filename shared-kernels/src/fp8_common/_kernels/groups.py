@@ -148,9 +148,9 @@ def group_columns_kernel(
 ):
     """Cast the columns of each group, and its rows too with `y`.
 
-    Each column of a group has a scale. t is [N, P], codes of columns. Group g ends before row `end[g]` of x and before column
-    `padded_end[g]` of t, where zeros follow its codes. Scales back are [groups, N]. A program casts BN columns of a
-    group; the second read comes from the L2 cache.
+    Each column of a group has a scale. Codes of columns are t [N, P]; scales back are [groups, N]. Group g ends before
+    row `end[g]` of x and before column `padded_end[g]` of t, where zeros follow its codes. A program casts BN columns
+    of a group; the second read comes from the L2 cache.
 
     y is [M, N], of rows times `fold[g]` if given; RN >= N. Rows of no group are not written. The programs of a group
     share its rows, which they have just read.
