@@ -326,7 +326,7 @@ def _each_over_rows(a: Quantized, b: Quantized, offsets: torch.Tensor, options: 
 
 
 def _bounds(offsets: torch.Tensor, rows: torch.Tensor) -> list[tuple[int, int]]:
-    """Return the first row and the end of each group; empty on the meta device."""
+    """Return each group's first row and end; empty on the meta device."""
     if rows.is_meta:
         return []
     check_offsets(offsets, rows.shape[0])
@@ -414,7 +414,7 @@ def multiply_rows_wide(a: torch.Tensor, b: torch.Tensor, groups: GroupOffsets) -
 
 
 def multiply_over_rows_wide(a: torch.Tensor, b: torch.Tensor, groups: GroupOffsets) -> torch.Tensor:
-    """Multiply a.T @ b over the rows of each group, in high precision.
+    """Multiply a.T @ b over each group's rows, in high precision.
 
     Args:
         a: [rows, N].
