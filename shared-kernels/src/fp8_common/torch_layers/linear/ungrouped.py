@@ -46,7 +46,7 @@ class UngroupedRows:
         return quantize_folded(x, weight_inv.reshape(-1), cast, both=both)
 
     def ones(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return scales of 1, [N, 1], for a folded weight's codes [N, K]."""
+        """Return scales of 1, [N, 1], for folded codes [N, K]."""
         return codes.new_ones((codes.shape[0], 1), dtype=torch.float32)
 
     def quantize_over_rows(self, x: torch.Tensor, cast: CastRecipe) -> Quantized:
@@ -73,7 +73,7 @@ class UngroupedRows:
         return matmul(a, b, options)
 
     def matmul_wide(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return a.T @ b of [rows, N] and [rows, K], in high precision."""
+        """Multiply a.T [N, rows] by b [rows, K] in high precision."""
         return a.t() @ b
 
 
