@@ -94,9 +94,9 @@ class Shard:
 
     @property
     def full_name(self) -> str:
-        """Name of the parameter in the FSDP root, known from the first forward on.
+        """Name of the parameter in the FSDP root.
 
-        Before, this is `name`.
+        It is known from the first forward on; before, this is `name`.
         """
         return self.fsdp_param._param_fqn or self.name
 
@@ -167,7 +167,7 @@ class Shard:
             if isinstance(flying.all_gather_work, dist.Work):
                 flying.all_gather_work.wait()
             group._all_gather_result = None
-        # Not `FSDPParamGroup.reshard`, which frees nothing if an exception has left the group in a forward.
+        # Not `FSDPParamGroup.reshard`, which may free nothing if an exception has left the group in a forward.
         group._to_sharded()
 
     def regather(self) -> None:
@@ -422,7 +422,7 @@ def _states_under(model: nn.Module, *, recurse: bool = True) -> Iterator["FSDPSt
 
 
 def _groups_of(state: "FSDPState") -> Sequence["FSDPParamGroup"]:
-    """Return the parameter groups of a state, at most one in torch 2.11."""
+    """Return a state's parameter groups, at most one in torch 2.11."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []
