@@ -156,7 +156,7 @@ def test_an_optimizer_that_was_made_too_early_does_not_step(replace):
     early = torch.optim.SGD(model.parameters(), lr=1.0)
     replace(model)
     model(X).sum().backward()
-    with pytest.raises(Fp8Error, match=rf"holds 1 of 2 .*{replace.__name__} replaced them.*Make the optimizer after"):
+    with pytest.raises(Fp8Error, match=rf"holds 1 of 2 .*{replace.__name__} replaced them.*Create the optimizer after"):
         early.step()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
 

@@ -1,1 +1,1 @@
-"""Shared by the PyTorch plugins: FP8 linear functions, sharding, export."""
+"""Code shared by the PyTorch plugins: FP8 linear functions, sharding, export."""

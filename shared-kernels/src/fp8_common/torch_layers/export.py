@@ -1,9 +1,10 @@
 """Export FP8 weights for inference engines.
 
-Tensors under the engines' names, and `quantization_config`.
+`serving_state_dict` returns the tensors under the names that the engines read, `quantization_config` the entry of
+`config.json` that describes them.
 
-The tensors are a plain state dict, which `torch.distributed.checkpoint` writes in Hugging Face's format from all ranks.
-Codes are E4M3, and stored scales multiply them back to values. Sources: compressed-tensors 0.20
+The tensors are a plain state dict. `torch.distributed.checkpoint` writes it in Hugging Face's format from all ranks.
+Codes are E4M3; a value is its code times the stored scale. Sources: compressed-tensors 0.20
 (`compressors/naive_quantized`, `quantization/quant_scheme.py`); DeepSeek-V3's `inference/kernel.py` (`weight_dequant`)
 and its `config.json`.
 """
@@ -26,7 +27,7 @@ from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
 
 Layout = Literal["compressed-tensors", "deepseek"]
 
-# Suffix of the name of a weight's scales.
+# Suffix that turns the name of a weight into the name of its scales.
 _SUFFIXES = {"compressed-tensors": "_scale", "deepseek": "_scale_inv"}
 
 _BLOCKS = ScaleGrid(CastRecipe(granularity="blockwise_128x128"))
@@ -50,32 +51,35 @@ def serving_state_dict(
     *,
     delayed: Mapping[str, ScaleState] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return a model's tensors with FP8 weights and scales.
+    """Return a model's state dict with weights as FP8 codes and scales.
 
-    All ranks call it; nothing is gathered.
+    Collective: call it on all ranks. The ranks agree on the scales; no weight is gathered.
 
     Args:
-        model: Whole, or sharded as DTensors; its weights are float32, bfloat16 or float16.
-        casts: How to quantize the weights of `nn.Linear` layers, by the layers' names. The casts of training give the
-            codes and scales that the next forward would use.
-        layout: "compressed-tensors", or "deepseek": blocks of 128x128, over which the scale of a tensor is repeated.
-        delayed: The state of delayed scaling of the weights that have it, by the layers' names.
+        model: Model with float32, bfloat16 or float16 weights, whole or sharded as DTensors.
+        casts: Cast of the weight of each `nn.Linear` layer to quantize, by layer name. The casts of training give the
+            codes and scales of the next forward.
+        layout: "compressed-tensors", or "deepseek", which stores one scale for each block of 128x128. There the scale
+            of a tensorwise cast is repeated for every block.
+        delayed: State of delayed scaling of each weight that has one, by layer name.
 
     Returns:
-        By the names of `model.state_dict()`: float8_e4m3fn codes [rows, columns], DTensors if the weights are; their
-        float32 scales, [1], [rows, 1] or one for each block, whole on each rank; other tensors unchanged. Tied tensors
-        have only the first name.
+        The tensors under the names of `model.state_dict()`. Quantized weights are float8_e4m3fn codes [rows, columns],
+        DTensors if the weights are. Their float32 scales are [1], [rows, 1] or one for each block, whole on each rank,
+        under the weight's name with "_scale" ("compressed-tensors") or "_scale_inv" ("deepseek") appended. Other
+        tensors are unchanged. A tied tensor is listed under its first name only.
 
     Raises:
-        Fp8Error: The layout is unknown or cannot express a cast, or a tensor is one that cannot be written.
-        Fp8UnsupportedError: A layer is no `nn.Linear`, or its weight is tied to something else.
+        Fp8Error: If the layout is unknown or cannot express a cast, a weight with delayed scaling has no state in
+            `delayed`, or a tensor cannot be written in Hugging Face's format.
+        Fp8UnsupportedError: If a layer is missing or no `nn.Linear`, or its weight is tied to a high-precision tensor.
     """
     weights = _names_of_weights(model, casts)
     grids = {weights[layer]: _grid(layer, cast, layout) for layer, cast in casts.items()}
     scaled = {weights[layer]: state for layer, state in (delayed or {}).items()}
     every = dict(model.named_parameters(remove_duplicate=False))
     tied = every.keys() - dict(model.named_parameters()).keys()
-    # FSDP2 shards the weights here, if they are gathered
+    # `state_dict` reshards weights that FSDP2 holds gathered
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     _check_writable(state)
     bits, _ = max_by_group(
@@ -94,20 +98,20 @@ def serving_state_dict(
 
 
 def quantization_config(model: nn.Module, casts: Mapping[str, CastRecipe], layout: Layout) -> dict[str, Any]:
-    """Return "quantization_config" for `config.json`.
+    """Return the entry "quantization_config" of `config.json`.
 
-    It describes the tensors of `serving_state_dict`.
+    The entry describes the tensors that `serving_state_dict` returns for the same arguments.
 
     Args:
-        model: As there.
-        casts: As there.
-        layout: As there.
+        model: Model with the layers that `casts` names.
+        casts: Cast of the weight of each quantized `nn.Linear` layer, by layer name.
+        layout: "compressed-tensors" or "deepseek".
 
     Returns:
-        A dictionary for JSON. Layers without a cast are listed as high-precision layers.
+        A dictionary that JSON can store. It lists the `nn.Linear` layers without a cast as high-precision layers.
 
     Raises:
-        Fp8Error: The layout is unknown or cannot express a cast.
+        Fp8Error: If the layout is unknown or cannot express a cast.
     """
     kinds = {layer: _grid(layer, cast, layout).cast.granularity for layer, cast in casts.items()}
     others = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name not in casts]
@@ -123,7 +127,7 @@ def quantization_config(model: nn.Module, casts: Mapping[str, CastRecipe], layou
         "quantization_status": "compressed",
         "ignore": others,
         "config_groups": {
-            # one group can name the class of the layers; several have to name layers
+            # A single group names the class of its layers; several groups must list their layers.
             f"group_{number}": _group(kind, ["Linear"] if len(groups) == 1 else layers)
             for number, (kind, layers) in enumerate(groups.items())
         },
@@ -142,7 +146,7 @@ def _group(kind: str, targets: Sequence[str]) -> dict[str, Any]:
 
 
 def _names_of_weights(model: nn.Module, casts: Mapping[str, CastRecipe]) -> dict[str, str]:
-    """Return the first name of each layer's weight."""
+    """Return the first parameter name of each layer's weight, by layer name."""
     modules, names = dict(model.named_modules(remove_duplicate=False)), {}
     parameters = list(model.named_parameters(remove_duplicate=False))
     layers = [modules.get(layer) for layer in casts]
@@ -154,7 +158,9 @@ def _names_of_weights(model: nn.Module, casts: Mapping[str, CastRecipe]) -> dict
                 f"The layer {name!r} is {given}: the layouts hold weights of nn.Linear layers. Leave it out of casts."
             )
         tied = [tied_name for tied_name, parameter in parameters if parameter is weight]
-        if other := next((one for one in tied if modules[one.rpartition(".")[0]] not in layers), None):
+        if other := next(
+            (tied_name for tied_name in tied if modules[tied_name.rpartition(".")[0]] not in layers), None
+        ):
             raise Fp8UnsupportedError(
                 f"The weight of {name!r} is tied to {other}, which stays in high precision. Leave the layer out of "
                 "casts."
@@ -172,7 +178,7 @@ def _grid(layer: str, cast: CastRecipe, layout: str) -> ScaleGrid:
         )
     if layout == "deepseek" and cast.granularity == "rowwise":
         raise Fp8Error(
-            f"The layout 'deepseek' cannot express the rowwise scales of {layer!r}. Take 'compressed-tensors', or "
+            f"The layout 'deepseek' cannot express the rowwise scales of {layer!r}. Use 'compressed-tensors', or "
             'give the layer a cast with granularity="blockwise_128x128", which rounds its weight again.'
         )
     return ScaleGrid(cast)
@@ -187,15 +193,15 @@ def _check_writable(state: Mapping[str, Any]) -> None:
                 "Register it as a buffer with persistent=False, or as floating-point numbers."
             )
         if tensor.ndim == 0:
-            # consolidation silently writes 0 instead of a scalar
+            # The consolidation of shards writes 0 for a scalar, without an error.
             raise Fp8Error(
-                f"{name} is a scalar, in whose place torch.distributed.checkpoint writes 0 in Hugging Face's format. "
+                f"{name} is a scalar, which torch.distributed.checkpoint writes as 0 in Hugging Face's format. "
                 "Give it the shape [1]."
             )
 
 
 def _scale(name: str, grid: ScaleGrid, amax: torch.Tensor, state: ScaleState | None) -> torch.Tensor:
-    """Return a weight's float32 scales for its next forward."""
+    """Return a whole weight's float32 scales into FP8 in its next forward."""
     cast = grid.cast
     if cast.static_scale is not None:
         return torch.full((), cast.static_scale, dtype=torch.float32, device=amax.device)
@@ -210,7 +216,7 @@ def _scale(name: str, grid: ScaleGrid, amax: torch.Tensor, state: ScaleState | N
 
 
 def _like(weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a tensor distributed like `weight`."""
+    """Return `local` as a tensor that is distributed like `weight`."""
     if not isinstance(weight, DTensor):
         return local
     mesh, placements = weight.device_mesh, weight.placements

@@ -1,1 +1,1 @@
-"""FP8 linear layers: configuration, operands, matmuls, and differentiable function."""
+"""FP8 linear layers: configuration, operands, matmuls, differentiable functions."""

@@ -8,17 +8,17 @@ from fp8_common.hardware import GroupedMatmuls
 from fp8_common.recipe import RECIPES, CastRecipe, Recipe, get_recipe
 
 OPERANDS = ("input", "weight", "grad_output", "input_for_grad_weight", "grad_output_for_grad_weight")
-"""Casts of a recipe that the layers support."""
+"""Casts of a recipe that the layers use."""
 
 GRANULARITIES = {
     "input": ("tensorwise", "rowwise", "blockwise_1x128", "mx"),
     "weight": ("tensorwise", "rowwise", "blockwise_128x128", "mx"),
     "grad_output": ("tensorwise", "rowwise", "blockwise_1x128", "mx"),
 }
-"""Supported casts of each operand."""
+"""Supported granularities of each operand."""
 
 TRAINED = [name for name, recipe in RECIPES.items() if recipe.weight.granularity in GRANULARITIES["weight"]]
-"""The names of the recipes that these layers know."""
+"""Names of the built-in recipes that these layers support."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,16 +26,17 @@ class GemmConfig:
     """Settings of the three matmuls on FP8 hardware.
 
     Attributes:
-        fast_accum_output: Accumulate the forward matmul with fewer bits (faster on Hopper).
-        fast_accum_grad_input: The same for the gradient of the input. None: for stacks of experts alone, whose narrow
-            matmuls reach a quarter of the rate on an H100 without it.
+        fast_accum_output: Whether to accumulate the forward matmul with fewer bits, which is faster on Hopper.
+        fast_accum_grad_input: The same for the gradient of the input. None enables it only for stacks of experts,
+            whose narrow matmuls otherwise reach a quarter of the rate on an H100.
         fast_accum_grad_weight: The same for the gradient of the weight.
-        grouped: Implementation of grouped matmuls of experts on compute capability 9.0: "library" is torch's grouped
-            matmul, "own" Triton kernels that support E5M2 gradients too and never ran on a GPU, "table" the kernels
-            where they were measured to be faster (`fp8_common.hardware.OWN_GROUPED`), which is nowhere yet.
+        grouped: Implementation of grouped matmuls of experts on compute capability 9.0. "library": torch's grouped
+            matmul. "own": Triton kernels, which also multiply E5M2 gradients in FP8 and never ran on a GPU. "table":
+            these kernels for the shapes where they were measured to be faster (`fp8_common.hardware.OWN_GROUPED`,
+            which is empty so far), the library for all others.
 
     Raises:
-        Fp8Error: `grouped` is another word.
+        Fp8Error: If `grouped` is none of these.
     """
 
     fast_accum_output: bool = True
@@ -44,7 +45,7 @@ class GemmConfig:
     grouped: GroupedMatmuls = "table"
 
     def __post_init__(self) -> None:
-        """Raise for unknown choices."""
+        """Validate the fields."""
         if self.grouped not in get_args(GroupedMatmuls):
             raise Fp8Error(f'grouped must be "table", "library" or "own", got {self.grouped!r}.')
 
@@ -53,12 +54,13 @@ class SharedCasts(NamedTuple):
     """Casts of a linear layer that serve two of its matmuls.
 
     Attributes:
-        folds: Rows of the weight have their own scales, which the backward folds into the gradient before its cast.
-        input: How the cast of the activation for the output serves the weight's gradient: "codes" if both use the same
-            codes, with one scale; "columns" if the columns are cast in the same way; None if they share no cast.
-        grad_output: The same of the output's gradient for the gradients of input and weight.
-        one_gradient_scale: The output's gradient is cast with one scale, and no scales of the weight folded in.
-        wide_grad_weight: The gradient of the weight is computed in high precision.
+        folds: Whether the weight has a scale for each row, which the backward folds into the gradient before its cast.
+        input: How the output and the weight's gradient share the cast of the activation: "codes" if both use the same
+            codes, with one scale; "columns" if the same cast applies to rows and columns, so that kernels can write
+            both at once; None if they share no cast.
+        grad_output: How the gradients of input and weight share the cast of the output gradient, in the same words.
+        one_gradient_scale: Whether the output gradient is cast with one scale, without folded scales of the weight.
+        wide_grad_weight: Whether the gradient of the weight is computed in high precision.
     """
 
     folds: bool
@@ -73,28 +75,31 @@ class LinearConfig:
     """Settings of FP8 linear layers.
 
     Attributes:
-        recipe: Casts of activation, weight and gradient: a name, a `Recipe`, or a result of `Recipe.to_dict`; the
+        recipe: Casts of activation, weight and gradient: a name, a `Recipe`, or a result of `Recipe.to_dict`. The
             attribute is always the `Recipe`.
-        gemms: How the matmuls run on FP8 hardware.
-        pad_inner_dim: Pad contracted dimensions, and columns of the result, to multiples of 16 for FP8 hardware.
-        emulate: "auto" decodes and multiplies in high precision where the device has no FP8 matmuls, with one
-            warning for GPUs; True always does; False raises there.
-        fp8_saved_input: Keep codes of the input for the backward in every recipe, one byte per element. The numbers
-            stay, unless the matmul for the weight's gradient is in high precision: it then takes decoded codes.
-        min_rows_per_expert: Stacks of experts that get fewer rows for each expert on average are multiplied in high
-            precision, by the values of their weights' codes. For weights that are gathered as codes: others are cast
-            for it, so that the numbers are the same. Not with delayed scaling of input or grad_output.
-        shared: Which casts serve two matmuls; follows from the recipe.
+        gemms: Settings of the matmuls on FP8 hardware.
+        pad_inner_dim: Whether to pad contracted dimensions, and columns of the result, to multiples of 16 for FP8
+            hardware.
+        emulate: "auto" decodes codes and multiplies in high precision on devices without FP8 matmuls, with one warning
+            for each GPU. True always emulates. False raises on such devices.
+        fp8_saved_input: Whether to save the input for the backward as codes in every recipe, with one byte per element.
+            Results do not change, unless the recipe computes the gradient of the weight in high precision: that matmul
+            then uses the decoded codes.
+        min_rows_per_expert: Least number of rows per expert, on average, for FP8. Stacks of experts with fewer rows are
+            multiplied in high precision, with the decoded codes of their weights. This saves the casts of rows and
+            gradients if weights are gathered as codes; other weights are cast and decoded, for the same results. Not
+            supported with delayed scaling of input or grad_output. 0 disables it.
+        shared: Casts that serve two matmuls, derived from the recipe.
 
     Raises:
-        Fp8Error: A recipe that is unknown, or that these layers do not support.
+        Fp8Error: If an option is invalid, or the recipe is unknown or not supported by these layers.
     """
 
     weight_scalings: ClassVar[tuple[str, ...]] = ("dynamic", "delayed", "static")
-    """The scalings that a weight can have."""
+    """Supported scalings of the weight."""
 
     hint: ClassVar[str] = ""
-    """Last sentence of errors about a recipe."""
+    """Text that is appended to errors about a recipe; begins with a space."""
 
     recipe: Recipe = RECIPES["tensorwise"]
     gemms: GemmConfig = dataclasses.field(default_factory=GemmConfig)
@@ -105,12 +110,12 @@ class LinearConfig:
     shared: SharedCasts = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Look the recipe up; raise for unsupported matmuls."""
+        """Look up the recipe, and validate the fields."""
         if self.emulate not in ("auto", True, False):
             raise Fp8Error(f'emulate must be "auto", True or False, got {self.emulate!r}.')
         if isinstance(self.recipe, str) and self.recipe not in RECIPES:
             raise Fp8Error(f"Unknown recipe {self.recipe!r}. Use one of {', '.join(TRAINED)}, or a Recipe.{self.hint}")
-        # the fields are frozen for everybody else
+        # `object.__setattr__`, because the dataclass is frozen.
         object.__setattr__(self, "recipe", get_recipe(self.recipe))
         if self.recipe.weight_for_grad_input is not None:
             raise Fp8Error(
@@ -120,7 +125,7 @@ class LinearConfig:
         for name in OPERANDS:
             self._check_operand(name, getattr(self.recipe, name))
         self._check_rows()
-        # a field, not a cached function: compilers trace through caches
+        # A field and not a cached function, because compilers trace through caches.
         object.__setattr__(self, "shared", _shared_casts(self.recipe))
 
     def _check_rows(self) -> None:
@@ -170,10 +175,8 @@ class LinearConfig:
     def row_codes_obstacle(self) -> str:
         """Reason why rows as FP8 codes are not supported, or "".
 
-        Codes have a scale of each row.
-
-        The weight's gradient of such rows is defined on the columns of the decoded rows: with scales that are powers of
-        two the second cast only rounds underflow.
+        Such rows have one scale each. The gradient of the weight casts the columns of the decoded rows again. With
+        scales that are powers of two, this second cast rounds only values that underflow.
         """
         return _row_codes_obstacle(self.recipe)
 
@@ -191,7 +194,7 @@ class LinearConfig:
 
     @property
     def grad_weight_casts(self) -> tuple[CastRecipe, CastRecipe]:
-        """Casts of gradient and activation in the weight gradient's matmul."""
+        """Casts of output gradient and activation in the weight gradient's matmul."""
         recipe = self.recipe
         return recipe.grad_output_for_grad_weight or self.grad_output, recipe.input_for_grad_weight or self.input
 
@@ -216,7 +219,7 @@ def _shared_casts(recipe: Recipe) -> SharedCasts:
     one_scale = gradient.granularity == "tensorwise" and not folds
     shared_gradient = _serves_twice(gradient, recipe.grad_output_for_grad_weight)
     if shared_gradient == "codes" and not one_scale:
-        shared_gradient = None  # the codes for the input's gradient have the weight's scales in them
+        shared_gradient = None  # The codes for the input's gradient contain folded scales of the weight.
     return SharedCasts(
         folds=folds,
         input=_serves_twice(recipe.input, recipe.input_for_grad_weight),

@@ -1,7 +1,8 @@
-"""Experts with few rows, multiplied by decoded weights in high precision.
+"""Matmuls of experts with few rows, by decoded weights in high precision.
 
-A weight that is gathered as FP8 codes is decoded once per pass; rows and gradients are not cast. Nothing here waits for
-a GPU that multiplies groups of bfloat16. That path was checked on doubles and never ran on a GPU.
+Each forward and each backward decodes the FP8 codes of the weight once; rows and gradients are not cast. On GPUs that
+multiply groups of bfloat16 the host never waits for the device. That path was tested with a substitute for the kernel
+and never ran on a GPU.
 """
 
 from typing import Any
@@ -18,9 +19,9 @@ from fp8_common.torch_layers.sharding.gathered import recall, remember
 
 
 def has_few_rows(x: torch.Tensor, weight: torch.Tensor, least: int) -> bool:
-    """Return whether experts have fewer rows than `least` on average.
+    """Return whether experts get fewer rows than `least` on average.
 
-    Rows are [rows, columns] for a stack of weights.
+    `x` is [rows, columns], and `weight` a stack with one matrix for each expert.
     """
     return x.shape[0] < least * weight.shape[0]
 
@@ -28,23 +29,23 @@ def has_few_rows(x: torch.Tensor, weight: torch.Tensor, least: int) -> bool:
 def wide_experts(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, spec: Any, *, record: bool
 ) -> torch.Tensor:
-    """Return grouped rows times the decoded weights.
+    """Multiply rows in groups by decoded weights, differentiably.
 
-    Arguments and result as of `fp8_linear`.
+    Arguments and result are those of `fp8_linear`.
     """
-    x = x.clone() if isinstance(x, RowCodes) else x  # the values
+    x = x.clone() if isinstance(x, RowCodes) else x  # dequantizes the codes
     return _WideExperts.apply(x, weight, offsets, spec, record)
 
 
 class _WideExperts(torch.autograd.Function):
-    """Tensors first, as autograd wants them."""
+    """The differentiable function of `wide_experts`."""
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, spec: Any, record: bool
     ) -> torch.Tensor:
         rows = RowGroups(offsets, x.shape[0])
-        # the weight itself: FSDP2 frees the gathered tensor, and gathers it again before the backward
+        # Save the weight and not its values: FSDP2 frees the gathered tensor, and gathers it again for the backward.
         compiled = torch.compiler.is_compiling()
         (mark, *_), ctx.memory = remember(weight, None, needed=True, keep=False, compiled=compiled)
         ctx.save_for_backward(x, weight, offsets, mark)
@@ -61,18 +62,18 @@ class _WideExperts(torch.autograd.Function):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         grad_x = grad_weight = None
         if needs_weight:
-            product = rows.matmul_wide(grad, x).to(ctx.weight_dtype)
-            grad_weight = product.mT if spec.transposed else product
+            grad_weight = rows.matmul_wide(grad, x).to(ctx.weight_dtype)
+            grad_weight = grad_weight.mT if spec.transposed else grad_weight
         if needs_x:
-            # delayed scaling has observed the weight in the forward
+            # Delayed scaling has observed the weight in the forward.
             grad_x = multiply_rows_wide(grad, _decoded(spec, weight, grad.dtype, rows, record=False), rows)
         return grad_x, grad_weight, None, None, None
 
 
 def _decoded(spec: Any, weight: torch.Tensor, dtype: torch.dtype, rows: RowGroups, *, record: bool) -> torch.Tensor:
-    """Return decoded weight values, NaN if the offsets do not fit.
+    """Return the values of the weight's codes, [experts, out_features, in_features].
 
-    Codes are [experts, out_features, in_features].
+    The values are NaN if offsets on a GPU are invalid.
     """
     operand: Quantized = rows.checked(spec.weight(weight, record, False))
     scale_inv = operand.scale_inv[:, None, None] if operand.scale_inv.ndim == 1 else operand.scale_inv

@@ -1,11 +1,16 @@
-"""Grouped GEMM: rows by stacked matrices, and over the rows of groups.
+"""Grouped matmuls: rows by stacked matrices, and over the rows of groups.
 
-On GPUs nothing waits for the device to know the ends of groups. `scaled_grouped_mm` multiplies E4M3 codes with one
-scale per row; where it does not apply (E5M2 gradients, other GPUs), `grouped_mm` multiplies the codes decoded to
-bfloat16, which is exact, and the scales follow. Both ran on an H100. Own kernels multiply codes of both formats if
-`hardware.own_grouped` selects them; they never ran on a GPU. Elsewhere, for scales of blocks and for results that are
-not bfloat16: group after group by `matmul`, so that the numbers equal a loop over the experts; on a GPU that loop waits
-for the offsets.
+`path_of` selects the implementation:
+
+- "fp8": `scaled_grouped_mm` multiplies E4M3 codes with one scale per row, on compute capability 9.0.
+- "bfloat16": `grouped_mm` multiplies codes decoded to bfloat16, which is exact, and the scales are applied afterwards.
+  For E5M2 gradients, for emulation, and for other GPUs from compute capability 8.0 on.
+- "own": Triton kernels of this package multiply E4M3 and E5M2 codes, on compute capability 9.0, if
+  `hardware.own_grouped` selects them. They never ran on a GPU.
+- "looped": `matmul` multiplies group after group, with the results of a loop over the experts. For CPUs and older GPUs,
+  scales of blocks, results that are not bfloat16, and sizes that 16 does not divide.
+
+On a GPU the loop waits for the offsets; the other paths never wait. "fp8" and "bfloat16" ran on an H100.
 """
 
 from typing import Literal
@@ -32,22 +37,20 @@ from fp8_common.torch_layers.linear.group_offsets import (
 from fp8_common.torch_layers.linear.matmul import ALIGNMENT, MatmulOptions, device_capability, matmul, rows_library
 
 CAPABILITY_OF_BFLOAT16 = (8, 0)
-"""The first for which it has grouped matmuls of bfloat16."""
+"""The first compute capability for which torch has grouped matmuls of bfloat16."""
 
 
 def matmul_rows(a: Quantized, b: Quantized, groups: GroupOffsets, options: MatmulOptions) -> torch.Tensor:
-    """Return `a`'s rows times their group's matrix.
-
-    Zeros for rows of no group.
+    """Multiply each row by the transposed matrix of its group.
 
     Args:
         a: [rows, K]; scales [groups], [rows, 1] or of blocks.
-        b: [groups, N, K]; scales [groups], [groups, N, 1], or of blocks.
-        groups: The groups of the rows.
-        options: How to multiply.
+        b: [groups, N, K]; scales [groups], [groups, N, 1] or of blocks.
+        groups: Groups of the rows.
+        options: Settings of the matmul.
 
     Returns:
-        [rows, N].
+        [rows, N] in `options.out_dtype`, with zeros for rows of no group.
     """
     path = path_of(a, b, options)
     if path == "looped":
@@ -61,11 +64,11 @@ def matmul_rows(a: Quantized, b: Quantized, groups: GroupOffsets, options: Matmu
     inside = groups.of_row < groups.count
     if path == "fp8":
         b_inv = b_inv.expand(b_codes.shape[:2])
-        # The second operand is wanted column-major. The kernel leaves rows of no group as the memory was.
+        # The second operand must be column-major. The kernel does not write the rows of no group.
         y = _matmul_scaled(a_codes, b_codes.mT, a_inv, b_inv, offsets, options)
         return zero_rows(y, inside)
     sums = _grouped_mm(a_codes, a, b_codes.mT, b, offsets)
-    if a.scale_inv.ndim == b.scale_inv.ndim == 1:  # in the order of `matmul.scaled`
+    if a.scale_inv.ndim == b.scale_inv.ndim == 1:  # multiply in the order of `matmul.scaled`
         y = sums * groups.per_row(a.scale_inv * b.scale_inv)[:, None]
     else:
         y = (sums * a_inv).mul_(groups.per_row(b_inv))
@@ -73,18 +76,17 @@ def matmul_rows(a: Quantized, b: Quantized, groups: GroupOffsets, options: Matmu
 
 
 def matmul_over_rows(a: Quantized, b: Quantized, groups: GroupOffsets, options: MatmulOptions) -> torch.Tensor:
-    """Return a.T @ b over each group's rows.
-
-    Zeros for an empty group.
+    """Multiply a.T @ b over the rows of each group.
 
     Args:
-        a: [rows, N]; scales [groups], [groups, 1, N], or of blocks of rows. Or turned, with scales [groups, N, 1].
-        b: [rows, K].
-        groups: The groups of the rows.
-        options: How to multiply.
+        a: [rows, N] with scales [groups], [groups, 1, N] or of blocks of rows; or [N, padded rows] with scales
+            [groups, N, 1], see `is_turned`.
+        b: [rows, K] or [K, padded rows], with scales of the same kinds.
+        groups: Groups of the rows.
+        options: Settings of the matmul.
 
     Returns:
-        [groups, N, K].
+        [groups, N, K] in `options.out_dtype`, with zeros for empty groups.
     """
     path = path_of(a, b, options)
     if path == "looped":
@@ -96,7 +98,7 @@ def matmul_over_rows(a: Quantized, b: Quantized, groups: GroupOffsets, options: 
         if path == "own":
             fast = options.use_fast_accum
             return multiply_over_rows(a_codes, b_codes.t(), a_inv, b_inv, ends, a.fmt, b.fmt, fast)
-        # nothing is accumulated for an empty group, so nothing need have been written
+        # The kernel accumulates nothing for an empty group, and may not write its result.
         y = _matmul_scaled(a_codes, b_codes, a_inv, b_inv, ends, options)
         return zero_rows(y, groups.filled)
     sums = _grouped_mm(a_codes, a, b_codes, b, ends)
@@ -107,11 +109,8 @@ def matmul_over_rows(a: Quantized, b: Quantized, groups: GroupOffsets, options: 
 
 
 def path_of(a: Quantized, b: Quantized, options: MatmulOptions) -> Literal["own", "fp8", "bfloat16", "looped"]:
-    """Return how these groups are multiplied.
-
-    Their codes by own kernels or the library, the codes decoded to bfloat16, or group after group.
-    """
-    # Of two matrices in groups, rows are padded to any number.
+    """Return the implementation of a grouped matmul, as this module lists them."""
+    # Matmuls over rows contract padded rows, so that only N and K must be aligned.
     sizes = (*(x.codes.shape[0 if is_turned(x) else -1] for x in (a, b)), *b.codes.shape[1:-1])
     aligned = all(size % ALIGNMENT == 0 for size in sizes)
     multiplies = device_multiplies(a.codes.device)
@@ -125,23 +124,23 @@ def path_of(a: Quantized, b: Quantized, options: MatmulOptions) -> Literal["own"
 
 
 def _is_own(a: Quantized, b: Quantized, options: MatmulOptions) -> bool:
-    """Return whether own kernels support these groups, sizes and device."""
+    """Return whether own kernels are selected, and support formats and device."""
     if b.codes.ndim == 3:
-        product, (count, n, k), rows = "rows", b.codes.shape, a.codes.shape[0]
+        kind, (count, n, k), rows = "rows", b.codes.shape, a.codes.shape[0]
     else:
-        product, count = "over rows", a.scale_inv.shape[0]
+        kind, count = "over rows", a.scale_inv.shape[0]
         (n, rows), (k, _) = (x.codes.shape if is_turned(x) else x.codes.shape[::-1] for x in (a, b))
     if not count or a.fmt not in KERNEL_FORMATS or b.fmt not in KERNEL_FORMATS:
         return False
-    return own_grouped(options.grouped, product, rows // count, n, k) and launches(a.codes)
+    return own_grouped(options.grouped, kind, rows // count, n, k) and launches(a.codes)
 
 
-# a constant of compiled graphs; Dynamo would trace into the query otherwise
+# Under torch.compile the result is a constant of the graph; Dynamo would otherwise trace into the capability query.
 @assume_constant_result
 def device_multiplies(device: torch.device) -> Literal["fp8", "bfloat16", ""]:
-    """Return the format in which `device` multiplies groups.
+    """Return the formats in which torch multiplies groups on `device`.
 
-    "fp8", which implies bfloat16, "bfloat16", or "".
+    "fp8" includes bfloat16; "bfloat16" excludes FP8; "" means that torch has no grouped matmul there.
     """
     if device.type != "cuda":
         return ""
@@ -174,19 +173,20 @@ def multiply_rows(
     b_fmt: Format,
     fast: bool,
 ) -> torch.Tensor:
-    """Return row codes times their group's codes, bfloat16 [rows, N].
-
-    [rows, K] times [groups, N, K]; zeros for no group.
+    """Multiply each row of codes by the transposed matrix of its group.
 
     Args:
-        a: The rows.
-        b: The matrices.
+        a: Codes of the rows [rows, K].
+        b: Codes of the matrices [groups, N, K].
         a_inv: float32 [rows, 1], scales back from FP8.
-        b_inv: float32 [groups, N].
-        ends: int32 [groups], never falling: behind the last row of each.
+        b_inv: float32 [groups, N], the same of the rows of each matrix.
+        ends: int32 [groups], non-decreasing: the index after each group's last row.
         a_fmt: Format of the rows.
         b_fmt: Format of the matrices.
         fast: Whether a kernel may accumulate with fewer bits.
+
+    Returns:
+        bfloat16 [rows, N], with zeros for rows of no group.
     """
     y = a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.bfloat16)
     for group, (start, end) in enumerate(_bounds(ends, a)):
@@ -217,19 +217,20 @@ def multiply_over_rows(
     b_fmt: Format,
     fast: bool,
 ) -> torch.Tensor:
-    """Return a @ b.T over each group's columns, bfloat16 [groups, N, K].
-
-    Zeros for an empty group.
+    """Multiply a @ b.T over the columns of each group.
 
     Args:
         a: Codes [N, padded rows], see `GroupOffsets.padded`.
         b: Codes [K, padded rows].
         a_inv: float32 [groups, N], scales back from FP8.
         b_inv: float32 [groups, K].
-        ends: int32 [groups], where each ends in the codes.
+        ends: int32 [groups], non-decreasing: the index after each group's last padded row.
         a_fmt: Format of `a`.
         b_fmt: Format of `b`.
         fast: Whether a kernel may accumulate with fewer bits.
+
+    Returns:
+        bfloat16 [groups, N, K], with zeros for empty groups.
     """
     y = a.new_zeros((ends.shape[0], a.shape[0], b.shape[0]), dtype=torch.bfloat16)
     for group, (start, end) in enumerate(_bounds(ends, a.t())):
@@ -255,34 +256,31 @@ def _matmul_scaled(
 def _grouped_mm(
     a_codes: torch.Tensor, a: Quantized, b_codes: torch.Tensor, b: Quantized, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """Return float32 sums of codes by `grouped_mm` in bfloat16.
+    """Return float32 sums of codes, which `grouped_mm` rounds to bfloat16.
 
-    Codes are in its layout.
+    `a_codes` and `b_codes` are the codes of `a` and `b` in the layout of `grouped_mm`.
     """
     decoded = (values(codes, x.fmt, torch.bfloat16) for codes, x in ((a_codes, a), (b_codes, b)))
     return F.grouped_mm(*decoded, offs=offsets).float()
 
 
 def _transposed(x: Quantized, groups: GroupOffsets) -> torch.Tensor:
-    """Return codes in the hardware's layout, [columns, padded rows].
-
-    For a matmul over the rows of groups.
-    """
+    """Return codes [columns, padded rows], which hardware contracts over the rows."""
     return x.codes if is_turned(x) else transposed_rows(x.codes, groups.source)
 
 
 def is_turned(x: Quantized) -> bool:
-    """Return whether an operand is transposed already.
+    """Return whether an operand over rows is stored transposed.
 
-    Codes are [columns, padded rows] and scales [groups, columns, 1].
+    Its codes are then [columns, padded rows], and its scales [groups, columns, 1].
     """
     return x.scale_inv.ndim == 3 and x.scale_inv.shape[1:] == (x.codes.shape[0], 1) and x.codes.shape[1] >= PADDED
 
 
 def _as_rows(x: Quantized, groups: GroupOffsets) -> Quantized:
-    """Return a transposed operand's codes and scales by rows.
+    """Return an operand over rows with codes [rows, columns].
 
-    Codes [rows, columns] and scales [groups, 1, columns].
+    Scales of an operand that `is_turned` become [groups, 1, columns].
     """
     if not is_turned(x):
         return x
@@ -328,7 +326,7 @@ def _each_over_rows(a: Quantized, b: Quantized, offsets: torch.Tensor, options: 
 
 
 def _bounds(offsets: torch.Tensor, rows: torch.Tensor) -> list[tuple[int, int]]:
-    """Return each group's begin and end, none on the meta device."""
+    """Return each group's first row and end; empty on the meta device."""
     if rows.is_meta:
         return []
     check_offsets(offsets, rows.shape[0])
@@ -342,7 +340,7 @@ def _rows_of_group(x: Quantized, group: int, start: int, end: int) -> Quantized:
 
 
 def _columns_of_group(x: Quantized, group: int, rows: slice, blocks: slice) -> Quantized:
-    """Return a group's rows as a matrix contracted over them."""
+    """Return a group's rows as an operand that is contracted over them."""
     scale_inv = x.scale_inv[blocks] if x.block else x.scale_inv[group]
     return Quantized(x.codes[rows], scale_inv, x.fmt, x.block).t()
 
@@ -371,7 +369,25 @@ def grouped_matmul(
     out_dtype: torch.dtype,
     options: list[bool],
 ) -> torch.Tensor:
-    """[rows, N], or [groups, N, K] if `over_rows`."""
+    """Multiply group after group, as an operator for compilers.
+
+    Args:
+        a: Codes of the first operand.
+        a_inv: Its float32 scales back from FP8.
+        a_fmt: Its format.
+        a_block: Its elements per scale.
+        b: Codes of the second operand.
+        b_inv: Its float32 scales back from FP8.
+        b_fmt: Its format.
+        b_block: Its elements per scale.
+        offsets: int32 or int64 [groups], the index after each group's last row.
+        over_rows: Whether to contract over the rows, as `matmul_over_rows`, instead of multiplying them.
+        out_dtype: dtype of the result.
+        options: `emulate`, `use_fast_accum`, `pad_inner` and `pad_outer` of `MatmulOptions`.
+
+    Returns:
+        [rows, N], or [groups, N, K] if `over_rows`.
+    """
     first = Quantized(a, a_inv, a_fmt, a_block)
     second = Quantized(b, b_inv, b_fmt, b_block)
     each = _each_over_rows if over_rows else _each_rows
@@ -381,9 +397,15 @@ def grouped_matmul(
 
 
 def multiply_rows_wide(a: torch.Tensor, b: torch.Tensor, groups: GroupOffsets) -> torch.Tensor:
-    """Return rows times their group's matrix, [rows, N].
+    """Multiply each row by the matrix of its group, in high precision.
 
-    [rows, K] times [groups, K, N]; zeros for rows of no group.
+    Args:
+        a: [rows, K].
+        b: [groups, K, N], of the dtype of `a`.
+        groups: Groups of the rows.
+
+    Returns:
+        [rows, N], with zeros for rows of no group.
     """
     if _multiplies_wide(a, b.shape[-1]):
         y = F.grouped_mm(a.contiguous(), b, offs=groups.offsets.int())
@@ -392,9 +414,15 @@ def multiply_rows_wide(a: torch.Tensor, b: torch.Tensor, groups: GroupOffsets) -
 
 
 def multiply_over_rows_wide(a: torch.Tensor, b: torch.Tensor, groups: GroupOffsets) -> torch.Tensor:
-    """Return [groups, N, K], a.T @ b over each group's rows.
+    """Multiply a.T @ b over each group's rows, in high precision.
 
-    Of [rows, N] and [rows, K] of one dtype.
+    Args:
+        a: [rows, N].
+        b: [rows, K], of the dtype of `a`.
+        groups: Groups of the rows.
+
+    Returns:
+        [groups, N, K], with zeros for empty groups.
     """
     if _multiplies_wide(a, b.shape[-1]):
         padded = [torch.where((groups.source >= 0)[:, None], x[groups.source.clamp(min=0)], 0) for x in (a, b)]
@@ -404,17 +432,14 @@ def multiply_over_rows_wide(a: torch.Tensor, b: torch.Tensor, groups: GroupOffse
 
 
 def _multiplies_wide(a: torch.Tensor, columns: int) -> bool:
-    """Return whether the device multiplies these groups of rows.
-
-    Rows are [rows, K]; `columns` of the result.
-    """
+    """Return whether `grouped_mm` supports `a` and a result of `columns` columns."""
     aligned = a.shape[0] > 0 and a.shape[1] % ALIGNMENT == 0 and columns % ALIGNMENT == 0
     return aligned and a.dtype == torch.bfloat16 and bool(device_multiplies(a.device))
 
 
 @operator(lambda a, b, offsets: a.new_empty((a.shape[0], b.shape[-1])))
 def grouped_rows_wide(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return `multiply_rows_wide`, group after group."""
+    """Compute `multiply_rows_wide` group after group."""
     y = a.new_zeros((a.shape[0], b.shape[-1]))
     for group, (start, end) in enumerate(_bounds(offsets, a)):
         y[start:end] = a[start:end] @ b[group]
@@ -423,7 +448,7 @@ def grouped_rows_wide(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -
 
 @operator(lambda a, b, offsets: a.new_empty((offsets.shape[0], a.shape[1], b.shape[1])))
 def grouped_matmul_wide(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return `multiply_over_rows_wide`, group after group."""
+    """Compute `multiply_over_rows_wide` group after group."""
     y = a.new_zeros((offsets.shape[0], a.shape[1], b.shape[1]))
     for group, (start, end) in enumerate(_bounds(offsets, a)):
         if start < end:

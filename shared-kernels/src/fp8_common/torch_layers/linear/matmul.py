@@ -1,11 +1,15 @@
 """The matmul of two FP8 matrices, on each kind of device.
 
-With FP8 tensor cores: `torch.nn.functional.scaled_mm`, also with scales of 1x128 and 128x128 blocks, which cuBLAS
-applies on Hopper, and with MX scales, which it applies on Blackwell. Without: every FP8 value is exact in bfloat16 and
-float32, so the codes are decoded and multiplied in the output's dtype, which on CPU is several times faster than the
-scaled matmul there, or in float32, where the processor has no units for bfloat16. The operands are the same numbers;
-only the order of accumulation and the rounding of sums differ. Block-wise operands that cuBLAS does not take are
-multiplied as dequantized float32 matrices. On GPUs, Hopper alone was run.
+On devices with FP8 tensor cores, `torch.nn.functional.scaled_mm` multiplies codes. This includes scales of 1x128 and
+128x128 blocks, which cuBLAS supports on Hopper, and MX scales, which it supports on Blackwell.
+
+Other devices emulate. Every FP8 value is exact in bfloat16 and float32, so the codes are decoded and multiplied in
+bfloat16 for bfloat16 results (not on CPUs without bfloat16 units), else in float32. On CPUs this is several times
+faster than the scaled matmul of torch. The operands are the same numbers; only the order of accumulation and the
+rounding of sums differ.
+
+Operands with block scales that the device does not support are dequantized and multiplied in float32 (MX: in bfloat16
+or float32, as above). Of all GPUs, only Hopper was tested.
 """
 
 import logging
@@ -35,17 +39,17 @@ from fp8_common.torch_layers.linear.operand import BLOCK_1X128
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 16
-"""FP8 tensor cores need contracted and output dimensions that are multiples of this."""
+"""FP8 tensor cores require contracted and output dimensions that are multiples of this."""
 BLOCK_128X128 = (128, 128)
-# Rows of 128x128 scales lie at multiples of their number in some versions of torch, of 4 in others: where 4 divides the
-# number, both agree.
+# The stride between rows of 128x128 scales is their number in some versions of torch, and that number rounded up to a
+# multiple of 4 in others. Both agree if 4 divides the number, hence 512.
 _MULTIPLE_OF_PAIR = {
     (BLOCK_1X128, BLOCK_128X128): 512,
     (BLOCK_128X128, BLOCK_1X128): 512,
     (BLOCK_1X128, BLOCK_1X128): 128,
     (casts.MX_BLOCK, casts.MX_BLOCK): 32,
 }
-"""Multiples that the contracted dimension must have, by the blocks of both operands that some device multiplies."""
+"""Required divisor of the contracted dimension, by the blocks of both operands; other pairs are not supported."""
 _FIRST_WITH_FP8 = (8, 9)
 """The first compute capability with FP8 tensor cores."""
 
@@ -55,13 +59,14 @@ class MatmulOptions(NamedTuple):
 
     Attributes:
         out_dtype: float32, bfloat16 or float16.
-        emulate: Decode and multiply instead of calling the FP8 hardware.
+        emulate: Whether to decode codes and multiply in high precision, instead of using FP8 hardware.
         use_fast_accum: Whether the hardware may accumulate with fewer bits.
-        pad_inner: Pad the contracted dimension with zeros up to a multiple of 16 for the hardware; otherwise other
-            sizes are an error there.
-        pad_outer: The same of the rows of the second operand.
-        decoded: Dtype of decoded codes in emulation, from `decoded_dtype`; None queries it.
-        rows: Library for row scales, from `rows_library`; cuBLAS supports all.
+        pad_inner: Whether to pad the contracted dimension with zeros to a multiple of 16 for the hardware. Without
+            padding, other sizes raise an error there.
+        pad_outer: The same for the rows of the second operand.
+        decoded: dtype of decoded codes in emulation; None computes it with `decoded_dtype`.
+        rows: Library for row scales, from `rows_library`: "cublas" supports both formats, "cutlass" only E4M3 as the
+            second operand, and "" means that codes are decoded.
         grouped: Implementation of grouped matmuls, as in `GemmConfig`.
     """
 
@@ -76,12 +81,14 @@ class MatmulOptions(NamedTuple):
 
 
 def should_emulate(device: torch.device, emulate: Literal["auto"] | bool) -> bool:
-    """Return whether matmuls on `device` are emulated.
+    """Return whether to emulate matmuls on `device`.
 
-    Always, never, or ("auto") if it has no FP8 matmuls.
+    Args:
+        device: Device of the operands.
+        emulate: True always emulates, False never, and "auto" if the device has no FP8 matmuls.
 
     Raises:
-        Fp8UnsupportedError: `emulate` is False and the device has no FP8 matmuls.
+        Fp8UnsupportedError: If `emulate` is False and the device has no FP8 matmuls.
     """
     if emulate is True:
         return True
@@ -101,7 +108,7 @@ def device_capability(device: torch.device) -> tuple[int, int]:
     return _look_up(device)
 
 
-# Comparisons are inside of constants, too: torch 2.11 fails to trace comparisons of tuples on Python 3.12.
+# A constant as well, because torch 2.11 fails to trace comparisons of tuples on Python 3.12.
 @assume_constant_result
 def multiplies_fp8(device: torch.device) -> bool:
     """Return whether `device` has FP8 tensor cores."""
@@ -110,20 +117,20 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 @assume_constant_result
 def rows_library(device: torch.device) -> RowsLibrary:
-    """Return the library for row scales on `device`.
+    """Return the library that multiplies with row scales on `device`.
 
-    "" on a GPU that torch does not support.
+    "" for GPUs on which torch supports no row scales; "cublas" also for other devices, which emulate anyway.
     """
     capability = device_capability(device)
     return multiplies_rows(capability, parse_version(torch.version.cuda)) if capability > (0, 0) else "cublas"
 
 
-# Cached, so that it warns once for each device. Separate from the marked function, because the mark needs a plain one.
+# Cached, so that it warns once for each device. A separate function, as `assume_constant_result` requires a plain one.
 @cache
 def _look_up(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 0, 0
-    # On ROCm, gfx90a calls itself 9.0 and has no FP8 units; gfx942 has some, for formats that recipes do not take.
+    # On ROCm, gfx90a reports 9.0 and has no FP8 units; gfx942 has units for formats that no built-in recipe uses.
     capability: tuple[int, int] = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
     if capability < _FIRST_WITH_FP8:
         logger.warning("FP8 matmuls are emulated in higher precision on %s.", device)
@@ -132,9 +139,9 @@ def _look_up(device: torch.device) -> tuple[int, int]:
 
 @assume_constant_result
 def multiplies_scaled_blocks(device: torch.device, mx: bool) -> bool:
-    """Return whether matmuls support block scales on `device`.
+    """Return whether `device` multiplies with MX scales, or with float32 block scales.
 
-    float32 scales of blocks, or MX scales.
+    `mx` selects MX scales.
     """
     version, multiplies = torch.version.cuda, multiplies_mx if mx else multiplies_blocks
     return version is not None and multiplies(device_capability(device), parse_version(version))
@@ -146,60 +153,63 @@ def matmul(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
     Args:
         a: [M, K].
         b: [N, K].
-        options: How to multiply.
+        options: Settings of the matmul.
 
     Returns:
         [M, N] in `options.out_dtype`.
 
     Raises:
-        Fp8Error: The hardware cannot multiply these sizes.
+        Fp8Error: If the hardware requires other sizes, and `options` do not allow to pad these.
     """
     if a.block or b.block:
         native = not options.emulate and applies_blocks(a, b, options.out_dtype)
         return (_matmul_blocks if native else _matmul_dequantized)(a, b, options.out_dtype)
     if options.emulate:
         return _matmul_decoded(a, b, options)
-    # the second operand of CUTLASS is E4M3
-    takes = options.rows == "cublas" or (options.rows == "cutlass" and b.fmt.name == "e4m3")
-    if (a.scale_inv.ndim or b.scale_inv.ndim) and not takes:
+    # CUTLASS requires E4M3 as the second operand.
+    supports_rows = options.rows == "cublas" or (options.rows == "cutlass" and b.fmt.name == "e4m3")
+    if (a.scale_inv.ndim or b.scale_inv.ndim) and not supports_rows:
         return _matmul_decoded(a, b, options)
     return _matmul_scaled(a, b, options)
 
 
 def _matmul_decoded(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
     exact = options.decoded or decoded_dtype(a.codes.device, options.out_dtype)
-    # Scales afterwards, in float32: decoded values times scales would be rounded once more before the matmul.
-    # Contiguous, however the codes lie: a matmul of transposed matrices adds up in another order.
+    # Scales are applied afterwards, in float32: decoded values times scales would be rounded before the matmul. On CPUs
+    # decoded values are contiguous for any strides of the codes; matmuls of transposed matrices add in another order.
     sums = _multiply(decoding.values(a.codes, a.fmt, exact), decoding.values(b.codes, b.fmt, exact)).float()
     return scaled(sums, a.scale_inv, b.scale_inv).to(options.out_dtype)
 
 
 def decoded_dtype(device: torch.device, out_dtype: torch.dtype) -> torch.dtype:
-    """Return the fastest dtype for exact bfloat16 values on `device`.
+    """Return the fastest dtype that represents FP8 values exactly.
 
-    For a result in `out_dtype`.
+    Emulated matmuls on `device` decode codes to it, for a result in `out_dtype`.
     """
-    # Not float16 for a result in float16: sums of codes overflow it. On CPUs without units for bfloat16 float32 is
-    # several times faster, and rounds sums once.
+    # A float16 result needs float32, because sums of codes overflow float16. On CPUs without bfloat16 units, float32 is
+    # several times faster, and rounds sums only once.
     fast = device.type != "cpu" or multiplies_bfloat16()
     return torch.bfloat16 if out_dtype == torch.bfloat16 and fast else torch.float32
 
 
 def scaled(sums: torch.Tensor, a_inv: torch.Tensor, b_inv: torch.Tensor) -> torch.Tensor:
-    """Return float32 sums of codes [M, N] times both scales back.
+    """Return sums of codes times the inverse scales of both operands.
 
-    Scales are scalars, [M, 1] or [N, 1].
+    The order of the multiplications is part of the definition: two scalars are multiplied with each other first.
 
-    The order of the multiplications is part of the definition: two scalars first.
+    Args:
+        sums: float32 [M, N].
+        a_inv: float32 scalar or [M, 1].
+        b_inv: float32 scalar or [N, 1].
     """
     if a_inv.ndim == b_inv.ndim == 0:
         return sums * (a_inv * b_inv)
-    # the sums are not changed in place: selective checkpointing may have kept them
+    # `sums` is not changed in place, because selective checkpointing may have saved it.
     return (sums * a_inv).mul_(b_inv.t() if b_inv.ndim == 2 else b_inv)
 
 
 def _matmul_dequantized(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
-    # MX values are exact in bfloat16. Others are not: unless scales are powers of two, they would be rounded once more.
+    # Dequantized MX values are exact in bfloat16. Others would be rounded there, unless scales are powers of two.
     both_mx = a.block == b.block == casts.MX_BLOCK
     exact = decoded_dtype(a.codes.device, out_dtype) if both_mx else torch.float32
     return _multiply(_dequantized(a).to(exact), _dequantized(b).to(exact)).to(out_dtype)
@@ -208,9 +218,9 @@ def _matmul_dequantized(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> t
 def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a @ b.T in the dtype of both, ignoring autocast.
 
-    Sums of codes overflow float16.
+    Under autocast to float16, sums of codes would overflow.
     """
-    # there is no autocast for the meta device, and asking for it is an error
+    # `is_autocast_enabled` raises for the meta device, which has no autocast.
     if a.is_meta or not torch.is_autocast_enabled(a.device.type):
         return a @ b.t()
     with torch.autocast(a.device.type, enabled=False):
@@ -222,7 +232,7 @@ def _dequantized(operand: Quantized) -> torch.Tensor:
         return operand.dequantize()
     decoded = decoding.values(operand.codes, operand.fmt)
     blocks_inv, scale_inv = split_blocks(decoded, operand.scale_inv, operand.block)
-    blocks_inv.mul_(scale_inv)  # a view
+    blocks_inv.mul_(scale_inv)  # `blocks_inv` is a view of `decoded`
     return decoded
 
 
@@ -230,23 +240,23 @@ def _matmul_scaled(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.
     a_codes = a.codes if a.codes.is_contiguous() else row_major(a.codes)
     b_codes = b.codes if b.codes.is_contiguous() else row_major(b.codes)
     a_inv, b_inv = a.scale_inv, b.scale_inv
-    if b_inv.ndim == 2:  # of rows of b, which are columns of the result
+    if b_inv.ndim == 2:  # rows of b are columns of the result
         b_inv = b_inv.t()
-    # `scaled_mm` takes two scalars or scales of rows and columns, and no mixture.
+    # `scaled_mm` supports two scalars, or scales of rows and columns, but not one of each.
     if a_inv.ndim != b_inv.ndim:
         a_inv = a_inv.expand(a_codes.shape[0], 1).contiguous()
         b_inv = b_inv.expand(1, b_codes.shape[0]).contiguous()
     columns = b_codes.shape[0]
     if _on_cuda(a_codes):
         a_codes, b_codes, b_inv = _aligned(a_codes, b_codes, b_inv, options)
-    made_in = options.out_dtype
+    result_dtype = options.out_dtype
     if a_inv.ndim and options.rows == "cutlass" and not ROWS_INTO_ALL_DTYPES:
-        made_in = torch.bfloat16
-    # It wants the second operand column-major, which the transpose of a contiguous [N, K] is.
+        result_dtype = torch.bfloat16
+    # The second operand must be column-major, as the transpose of a contiguous [N, K] is.
     scaling: Scaling = "RowWise" if a_inv.ndim else "TensorWise"
     fast = options.use_fast_accum
-    y = scaled_mm(a_codes, b_codes.t(), a_inv, b_inv, (scaling, scaling), out_dtype=made_in, use_fast_accum=fast)
-    y = y if made_in == options.out_dtype else y.to(options.out_dtype)
+    y = scaled_mm(a_codes, b_codes.t(), a_inv, b_inv, (scaling, scaling), out_dtype=result_dtype, use_fast_accum=fast)
+    y = y if result_dtype == options.out_dtype else y.to(options.out_dtype)
     return y if y.shape[1] == columns else y[:, :columns].contiguous()
 
 
@@ -257,9 +267,8 @@ def _on_cuda(tensor: torch.Tensor) -> bool:
 def row_major(codes: torch.Tensor) -> torch.Tensor:
     """Return contiguous codes [rows, columns].
 
-    A kernel copies column-major codes, if possible.
-
-    torch's own copy of transposed bytes reaches a fraction of the memory's bandwidth.
+    A kernel copies column-major codes if possible: torch's copy of transposed bytes reaches only a fraction of the
+    memory bandwidth.
     """
     if codes.is_contiguous() or not codes.t().is_contiguous() or not casts.launches(codes):
         return codes.contiguous()
@@ -272,16 +281,19 @@ def row_major(codes: torch.Tensor) -> torch.Tensor:
     lambda codes: codes.shape[1] % ALIGNMENT == 0,
 )
 def copied_by_rows(codes: torch.Tensor) -> torch.Tensor:
-    """Return `row_major` of codes that lie by columns."""
+    """Copy column-major codes to row-major order."""
     return codes.contiguous()
 
 
 def _aligned(
     a: torch.Tensor, b: torch.Tensor, b_inv: torch.Tensor, options: MatmulOptions
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a [M, K], b [N, K] and scales, zero-padded as needed.
+    """Pad codes with zeros for the hardware, if `options` allow it.
 
-    K and N are padded if allowed.
+    K of a [M, K] and b [N, K], and N, become multiples of 16. Scales of added rows of b are 1.
+
+    Raises:
+        Fp8Error: If K or N requires padding that `options` do not allow.
     """
     inner, outer = -a.shape[1] % ALIGNMENT, -b.shape[0] % ALIGNMENT
     if not (inner or outer):
@@ -291,8 +303,8 @@ def _aligned(
             f"FP8 tensor cores multiply [M, K] by [K, N] with K and N multiples of {ALIGNMENT}, got K={a.shape[1]} and "
             f"N={b.shape[0]}. Leave such layers out with module_filter_fn, or set pad_inner_dim=True."
         )
-    # As bytes, because few operators know float8; the byte 0 is the value 0 in every format. Scales of columns that are
-    # cut off again may be anything finite.
+    # As bytes, because few operators support float8; the byte 0 is the value 0 in every format. The padded columns of
+    # the result are removed, so their scales may be any finite number.
     a = F.pad(a.view(torch.uint8), (0, inner)).view(a.dtype)
     b = F.pad(b.view(torch.uint8), (0, inner, 0, outer)).view(b.dtype)
     return a, b, b_inv if b_inv.ndim == 0 else F.pad(b_inv, (0, outer), value=1.0)
@@ -301,9 +313,7 @@ def _aligned(
 def applies_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> bool:
     """Return whether the device multiplies `a` and `b` with block scales.
 
-    a is [M, K], b is [N, K].
-
-    Sizes and layouts that every version of `scaled_mm` with such scales supports.
+    `a` is [M, K], and `b` [N, K]. Their sizes must be supported by every version of `scaled_mm` with block scales.
     """
     (m, k), n = a.codes.shape, b.codes.shape[0]
     multiple = _MULTIPLE_OF_PAIR.get((a.block, b.block))  # pyrefly: ignore[bad-argument-type]
@@ -316,7 +326,7 @@ def applies_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> bool:
 def _matmul_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
     """Return a @ b.T [M, N] in `out_dtype`, with block scales.
 
-    Accumulated in float32 after each block.
+    The hardware accumulates in float32 after each block.
     """
     a_codes, b_codes = row_major(a.codes), row_major(b.codes)
     if a.block == casts.MX_BLOCK:
@@ -331,23 +341,27 @@ def _scaling(operand: Quantized) -> Scaling:
 
 
 def _laid_out(operand: Quantized) -> torch.Tensor:
-    """Return scales in cuBLAS's order.
+    """Return block scales in cuBLAS's memory order.
 
-    1x128 blocks column by column, 128x128 blocks row by row.
+    Scales of 1x128 blocks are column-major, and scales of 128x128 blocks row-major.
     """
     scale_inv = operand.scale_inv
     return scale_inv.contiguous() if operand.block == BLOCK_128X128 else scale_inv.t().contiguous().t()
 
 
 def swizzled(scale_inv: torch.Tensor) -> torch.Tensor:
-    """Return MX scales as E8M0 [bytes] in cuBLAS's order.
+    """Return MX scales as E8M0 codes in cuBLAS's order.
 
-    From float32 [rows, columns], back from FP8.
+    Rows and columns are padded to tiles of 128 rows and 4 columns, which are stored row by row. In a tile, the scale
+    of row r and column c is byte 16 (r % 32) + 4 (r // 32) + c. Source: cuBLAS, "1D Block Scaling Factors Layout".
 
-    Tiles of 128 rows and 4 columns follow each other by rows, padded. In a tile, the scale of row r and column c is
-    byte 16 (r % 32) + 4 (r // 32) + c. Source: cuBLAS, "1D Block Scaling Factors Layout".
+    Args:
+        scale_inv: float32 [rows, columns], scales back from FP8.
+
+    Returns:
+        float8_e8m0fnu, one-dimensional.
     """
-    # powers of two and NaN are their exponent field; 2^-127 is subnormal, and its field 0 is its code
+    # The E8M0 code of a power of two or NaN is its exponent field. 2^-127 is subnormal, and its field 0 is its code.
     codes = (scale_inv.view(torch.int32) >> 23).to(torch.uint8)
     rows, columns = codes.shape
     codes = F.pad(codes, (0, -columns % 4, 0, -rows % 128))

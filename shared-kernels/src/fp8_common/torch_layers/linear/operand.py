@@ -18,18 +18,22 @@ BLOCK_1X128 = (1, 128)
 def quantize_operand(
     x: torch.Tensor, cast: CastRecipe, delayed: ScaleState | None = None, *, record: bool = False, both: bool = False
 ) -> Quantized:
-    """Quantize a matrix whose contracted dimension is the last.
+    """Quantize a matrix whose last dimension is contracted.
 
     Args:
-        x: [rows, contracted], float32, bfloat16 or float16, any strides.
+        x: float32, bfloat16 or float16 [rows, contracted], any strides.
         cast: Format, scaling, granularity and policy.
-        delayed: The state of delayed scaling, where `cast.scaling` is "delayed".
+        delayed: State of delayed scaling, if `cast.scaling` is "delayed".
         record: Whether delayed scaling observes `x`.
-        both: Whether another matmul contracts the rows, of the same codes or quantized by columns.
+        both: Whether another matmul contracts the rows. The result then has `transposed` if kernels write both: the
+            same codes if there is one scale, else codes with scales of the columns.
+
+    Returns:
+        Codes [rows, contracted] with the scales of `cast`.
     """
     fmt = FORMATS[cast.format]
     if cast.granularity == "rowwise":
-        # compiled code reads columns in place
+        # Compiled code reads any strides without a copy.
         rows = x if casts.fuses(x) else _readable_by_rows(x)
         return casts.quantize_dynamic(rows, fmt, cast.policy, (1, 0), both=both)
     if cast.granularity in ("blockwise_1x128", "mx"):
@@ -39,11 +43,14 @@ def quantize_operand(
 
 
 def quantize_folded(x: torch.Tensor, fold: torch.Tensor, cast: CastRecipe, *, both: bool = False) -> Quantized:
-    """Quantize float32(x) * fold.
+    """Quantize float32(x) * fold, with scales of the other operand folded in.
 
-    `fold` is float32 [contracted]: scales of the other operand that moved into x.
-
-    `both`: whether another matmul contracts the rows of x, without `fold`, quantized in the same way.
+    Args:
+        x: float32, bfloat16 or float16 [rows, contracted].
+        fold: float32 [contracted], scales that the matmul could not apply to its contracted dimension.
+        cast: Format, scaling, granularity and policy.
+        both: Whether another matmul contracts the rows of `x` without `fold`. If `cast` is row-wise, the result then
+            has `transposed` if kernels write both: codes of `x` with scales of the columns.
     """
     if cast.granularity != "rowwise":
         return quantize_operand(x.float() * fold, cast)
@@ -60,26 +67,29 @@ def quantize_tensorwise(
     group: dist.ProcessGroup | None = None,
     both: bool = False,
 ) -> Quantized:
-    """Return codes and scalar scales of one tensorwise cast.
+    """Quantize a tensor with one scale: dynamic, delayed or static.
 
-    Codes have the shape of `x`; dynamic, delayed or static scaling.
+    Collective on the ranks of `group`, if it is given.
 
     Args:
         x: The tensor, or this rank's part of it.
         cast: Format, scaling and policy.
-        delayed: The state of delayed scaling, where `cast.scaling` is "delayed".
+        delayed: State of delayed scaling, if `cast.scaling` is "delayed".
         record: Whether delayed scaling observes `x`.
-        group: The ranks that hold the other parts and need the same scale; all of them call this.
-        both: Whether the codes are wanted transposed, too.
+        group: Ranks that hold the parts of the tensor and need the same scale; None if `x` is the whole tensor.
+        both: Whether to also return the transposed codes of a matrix, if one launch writes both.
+
+    Returns:
+        Codes in the shape of `x`, and scalar scales.
     """
     fmt = FORMATS[cast.format]
     if cast.static_scale is not None:
-        # Made on the device by a fill; `torch.tensor` would copy it from the host.
+        # A fill on the device; `torch.tensor` would copy from the host.
         scale = torch.full((), cast.static_scale, dtype=torch.float32, device=x.device)
         return _quantize_with(x, scale, fmt, both=both)
     if delayed is None and group is None:
         return casts.quantize_dynamic(x, fmt, cast.policy, both=both)
-    # A scale from earlier steps is common already; ranks only need to agree on a scale from this step's values.
+    # All ranks already share a scale from earlier steps; they need to agree only on a scale from this step's amax.
     if delayed is not None and (group is None or delayed.always_ready):
         operand = quantize_delayed(x, delayed, fmt, cast.policy, record=record, both=both)
         if operand is not None:
@@ -95,7 +105,7 @@ def quantize_tensorwise(
         flags = delayed.flagged(amax, record)
         codes, transposed, scale, scale_inv = cast_delayed(x, amax, *flags, fmt, cast.policy, delayed.must_fit)
         return _quantized(codes, transposed, scale, scale_inv, fmt)
-    # Two passes from here on: the cast has to wait for the amax of all ranks, or for a first scale.
+    # Two passes from here on: the cast must wait for the amax of all ranks, or for a first scale.
     amax = casts.amax(x)
     if group is not None:
         (bits,), _ = max_over_ranks([amax_bits(amax)], group)
@@ -117,5 +127,5 @@ def _quantized(
 
 
 def _readable_by_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x in the kernels' layout; CPU references read columns directly."""
+    """Make x contiguous on GPUs, where kernels read whole rows."""
     return x.contiguous() if x.is_cuda else x

@@ -1,4 +1,4 @@
-"""`LinearPlan`: a layer's decisions for inputs of one shape and device."""
+"""`LinearPlan`: casts and matmul options of a layer for one input shape."""
 
 from collections.abc import Hashable
 from typing import Generic, NamedTuple, TypeVar
@@ -14,33 +14,33 @@ Value = TypeVar("Value")
 
 
 class Decided(dict[Hashable, Value], Generic[Value]):
-    """Decisions by their dependences; copies and pickles begin empty.
+    """Cache of decisions; copies and pickles begin empty.
 
-    `FP8_COMMON_BACKEND` is read with each decision and not again.
+    A decision reads `FP8_COMMON_BACKEND` once: later changes of the variable do not affect cached decisions.
     """
 
     def keep(self, key: Hashable, value: Value) -> Value:
-        """Keep a decision, and return it."""
-        if len(self) >= 64:  # numbers of tokens that change from step to step
+        """Store a decision, and return it. A full cache is emptied first."""
+        if len(self) >= 64:  # The number of tokens may change in every step.
             self.clear()
         self[key] = value
         return value
 
     def __reduce__(self) -> tuple:
-        """Leave everything out: kernels belong to this process."""
+        """Pickle no decisions: their kernels belong to this process."""
         return type(self), ()
 
 
 class LinearPlan(NamedTuple):
-    """Decisions that are made once.
+    """Decisions of a layer for inputs of one shape, dtype and device.
 
     Attributes:
-        input: The cast of contiguous inputs [rows, columns]; None where `UngroupedRows.quantize` decides each time.
-        grad_output: The same of contiguous gradients [rows, out_features].
-        output: How the matmul that makes the output runs.
-        grad_input: The same of the gradient of the input.
-        grad_weight: The same of the gradient of the weight.
-        compiled: Whether a compiler traces the layer: nothing is kept then.
+        input: Cast of contiguous inputs [rows, columns]; None if `quantize` of the rows decides at each call.
+        grad_output: The same for contiguous output gradients [rows, out_features].
+        output: Options of the matmul for the output.
+        grad_input: Options of the matmul for the gradient of the input.
+        grad_weight: Options of the matmul for the gradient of the weight.
+        compiled: Whether a compiler traces the layer. Such plans are not cached.
     """
 
     input: KeptCast | None
@@ -64,23 +64,24 @@ def decide(
     """Return the plan of a layer.
 
     Args:
-        config: Of the layer.
-        x: Its input, [..., columns].
-        out_features: Columns of its output.
-        dtype: Of the weight.
-        casts_rows: Whether casts may be planned: not for rows in groups, nor for rows that are cast already.
-        grouped: Whether each group of rows has a separate weight.
-        compiled: As of the plan.
+        config: Settings of the layer.
+        x: Input of the layer, [..., columns].
+        out_features: Columns of the output; not used without `casts_rows`.
+        dtype: dtype of the weight and its gradient.
+        casts_rows: Whether to plan casts. False for rows in groups, for rows that are codes already, and under a
+            compiler.
+        grouped: Whether the rows are in groups, each with a separate weight.
+        compiled: Whether a compiler traces the layer.
     """
     rows = x.numel() // max(x.shape[-1], 1)
 
-    def launches(cast: CastRecipe, served: str | None, columns: int, *, fold: bool = False) -> KeptCast | None:
-        return kept_cast(x, (rows, columns), cast, fold=fold) if casts_rows and served else None
+    def planned(cast: CastRecipe, sharing: str | None, columns: int, *, fold: bool = False) -> KeptCast | None:
+        return kept_cast(x, (rows, columns), cast, fold=fold) if casts_rows and sharing else None
 
     shared = config.shared
     return LinearPlan(
-        launches(config.input, shared.input, x.shape[-1]),
-        launches(config.grad_output, shared.grad_output, out_features, fold=shared.folds),
+        planned(config.input, shared.input, x.shape[-1]),
+        planned(config.grad_output, shared.grad_output, out_features, fold=shared.folds),
         options(config, "output", x.dtype, x.device, grouped),
         options(config, "grad_input", x.dtype, x.device, grouped),
         options(config, "grad_weight", dtype, x.device, grouped),
@@ -89,16 +90,16 @@ def decide(
 
 
 def options(
-    config: LinearConfig, product: str, out_dtype: torch.dtype, device: torch.device, grouped: bool
+    config: LinearConfig, matmul: str, out_dtype: torch.dtype, device: torch.device, grouped: bool
 ) -> MatmulOptions:
-    """Return how one of the three matmuls runs."""
-    fast = getattr(config.gemms, f"fast_accum_{product}")
+    """Return the options of the matmul "output", "grad_input" or "grad_weight"."""
+    fast = getattr(config.gemms, f"fast_accum_{matmul}")
     return MatmulOptions(
         out_dtype=out_dtype,
         emulate=should_emulate(device, config.emulate),
         use_fast_accum=grouped if fast is None else fast,
-        # the weight's gradient is contracted over tokens, whose number users cannot choose
-        pad_inner=config.pad_inner_dim or product == "grad_weight",
+        # The gradient of the weight is contracted over tokens, and users often cannot choose their number.
+        pad_inner=config.pad_inner_dim or matmul == "grad_weight",
         pad_outer=config.pad_inner_dim,
         decoded=decoded_dtype(device, out_dtype),
         rows=rows_library(device),

@@ -1,7 +1,7 @@
 """Messages of FP8 rows between ranks, each row with its scale.
 
-A message is uint8 [rows, bytes]: the codes of a row, the float32 scale back from FP8, and spare bytes to a multiple of
-16, so that every row begins at an aligned address. Received rows are `RowCodes`.
+A message is uint8 [rows, bytes]. Each row consists of its codes, its float32 scale back from FP8, and padding to a
+multiple of 16 bytes, so that every row begins at an aligned address. Received rows are `RowCodes`.
 """
 
 from typing import Any
@@ -17,14 +17,15 @@ from fp8_common.torch_layers.linear.operand import quantize_operand
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight
 
 ALIGNMENT = 16
-"""Divides the bytes of a row in a message."""
+"""The length of a row in a message is a multiple of this, in bytes."""
 SCALE_BYTES = 4
+"""Bytes of the float32 scale of a row."""
 
 
 class RowCodes(GatheredWeight):
     """Activation or gradient rows as FP8 codes with row scales.
 
-    Experts in FP8 multiply the codes; any other operator gets the values.
+    FP8 experts multiply the codes of activations directly. Any other operator gets the dequantized values.
     """
 
     is_weight = False
@@ -37,40 +38,46 @@ class RowCodes(GatheredWeight):
         return RowCodes(inner["codes"], inner["scale_inv"], *context)
 
     def __coerce_same_metadata_as_tangent__(self, metadata: Any, expected: Any = None) -> torch.Tensor:
-        """Return the values to compiled backwards, which expect gradients of values."""
+        """Dequantize a gradient for a compiled backward, which expects a plain tensor."""
         return self.dequantize()
 
 
 def row_bytes(columns: int) -> int:
-    """Return the bytes of a row in a message."""
+    """Return the number of bytes of a row in a message."""
     return -(-(columns + SCALE_BYTES) // ALIGNMENT) * ALIGNMENT
 
 
 def pack_rows(x: torch.Tensor, cast: CastRecipe) -> torch.Tensor:
-    """Quantize each row; return the message, uint8 [rows, `row_bytes`].
+    """Quantize each row, and return the message.
 
     Args:
         x: float32, bfloat16 or float16 [rows, columns].
         cast: A row-wise cast.
+
+    Returns:
+        uint8 [rows, `row_bytes(columns)`].
     """
-    made = quantize_operand(x, cast)
+    operand = quantize_operand(x, cast)
     message = torch.zeros((len(x), row_bytes(x.shape[1])), dtype=torch.uint8, device=x.device)
-    message[:, : x.shape[1]] = made.codes.view(torch.uint8)
-    message[:, x.shape[1] : x.shape[1] + SCALE_BYTES] = made.scale_inv.contiguous().view(torch.uint8)
+    message[:, : x.shape[1]] = operand.codes.view(torch.uint8)
+    message[:, x.shape[1] : x.shape[1] + SCALE_BYTES] = operand.scale_inv.contiguous().view(torch.uint8)
     return message
 
 
 def unpack_rows(
     message: torch.Tensor, columns: int, cast: CastRecipe, dtype: torch.dtype, order: torch.Tensor
 ) -> RowCodes:
-    """Return the rows of a message in another order, as codes.
+    """Select rows of a message, and return them as `RowCodes`.
 
     Args:
-        message: uint8 [rows, `row_bytes`].
-        columns: Of the rows.
-        cast: As of `pack_rows`.
-        dtype: The dtype that the rows stand for.
-        order: int64: which row of the message stands at each place.
+        message: uint8 [rows, `row_bytes(columns)`].
+        columns: Number of values in a row.
+        cast: The cast that `pack_rows` used.
+        dtype: dtype that the result reports and dequantizes to.
+        order: int64 [n], the row of the message for each row of the result.
+
+    Returns:
+        [n, columns].
     """
     fmt = cast.fp8_format
     codes = message[:, :columns].index_select(0, order).view(torch_dtype(fmt))
@@ -79,12 +86,12 @@ def unpack_rows(
 
 
 def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return x[index] of a matrix; of rows in codes, codes."""
+    """Return the rows `x[index]` of a matrix; `RowCodes` stay codes."""
     return _TakeRows.apply(x, index) if isinstance(x, RowCodes) else x[index]
 
 
 class _TakeRows(torch.autograd.Function):
-    """Rows of codes; the gradient is the decoded rows' gradient."""
+    """Selection of rows of `RowCodes`, differentiated like the selection of values."""
 
     @staticmethod
     def forward(ctx: Any, x: RowCodes, index: torch.Tensor) -> RowCodes:
@@ -101,11 +108,10 @@ class _TakeRows(torch.autograd.Function):
 
 
 def decoded_rows(x: GatheredWeight) -> torch.Tensor:
-    """Return the codes' values in a dtype that holds them.
+    """Decode rows to their exact values.
 
-    Without a gradient.
-
-    In bfloat16 and float32 they are exact, because scales of rows are powers of two; float16 has too few exponents.
+    The result has no gradient. It is in the dtype of `x`, except that float16 rows are decoded to float32: row scales
+    are powers of two, so bfloat16 and float32 hold the values exactly, and float16 has too few exponents.
     """
     dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
     return decoding.dequantize(x.codes, x.scale_inv, FORMATS[x.fmt], dtype)

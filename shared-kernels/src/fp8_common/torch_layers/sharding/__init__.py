@@ -1,1 +1,1 @@
-"""Sharded FP8 weights: scales, FSDP2, gathered weights, gradients, replaced parameters."""
+"""Sharded FP8 weights: scales, FSDP2, gathers, gradient messages, replaced parameters."""

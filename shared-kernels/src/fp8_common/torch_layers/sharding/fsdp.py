@@ -1,7 +1,7 @@
 """FSDP2's private parts for FP8 weights: shards, hooks, streams, buffers.
 
-Only this file and `fsdp_forwards` use private parts of FSDP2, written for torch 2.11 to 2.15. `check` reports the
-changed names if an upgrade breaks one of them; a test calls it.
+Only this module and `fsdp_forwards` use private names of FSDP2, as of torch 2.11 to 2.15. If an upgrade has moved one
+of the imported names, `check` raises an error with that name; a test calls it.
 """
 
 import contextlib
@@ -30,25 +30,25 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     _import_error: ImportError | None = None
-except ImportError as error:  # an upgrade moved a name: raise on use, not at import
+except ImportError as error:  # An upgrade has moved a name: raise on use, not at import.
     _import_error = error
 
 
 state_of: "Callable[[nn.Module], FSDPState]" = operator.methodcaller("_get_fsdp_state")
-"""Returns the state of a module that `fully_shard` was applied to."""
+"""Returns FSDP2's state of a module that `fully_shard` was applied to."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """One parameter that FSDP2 manages, and its local part.
+    """A parameter that FSDP2 manages, and this rank's part of it.
 
     Attributes:
-        module: The module that owns it; of several that share it, the first.
-        name: The name that it has in that module.
+        module: Module that owns the parameter; the first one if several modules share it.
+        name: Name of the parameter in that module.
         padded_shape: Shape of every rank's contribution to the all-gather.
-        device: Where it is gathered, and where ranks agree; under CPU offload its shard is elsewhere.
-        fsdp_param: FSDP2's own object.
-        fsdp_group: FSDP2's group of the parameters that are gathered with it.
+        device: Device on which the parameter is gathered and the ranks agree. Under CPU offload the shard is elsewhere.
+        fsdp_param: FSDP2's object for the parameter.
+        fsdp_group: FSDP2's group of parameters that are gathered together with this one.
     """
 
     module: nn.Module
@@ -58,15 +58,15 @@ class Shard:
     fsdp_param: "FSDPParam"
     fsdp_group: "FSDPParamGroup"
 
-    # The next two call process groups, which may be destroyed: their models may still exist.
+    # The next two are properties and not attributes: they use process groups, which may be destroyed before the model.
 
     @property
     def region(self) -> Region:
         """Region of the local part in the gathered parameter."""
         param, dim = self.fsdp_param, self.fsdp_param.fsdp_placement.dim
-        # FSDP2 gives every rank a part of this length, so that only the last ones are shorter or empty.
+        # All parts have this length, except the last ones, which may be shorter or empty.
         length = self.padded_shape[dim] if self.padded_shape else 0
-        # A parameter that FSDP2 only replicates is whole on each rank.
+        # Every rank holds the whole of a parameter that FSDP2 only replicates.
         parameter: Any = self.parameter
         of_fsdp = parameter.placements[: self.fsdp_group.mesh_info.mesh.ndim]
         index = 0 if all(placement.is_replicate() for placement in of_fsdp) else param.shard_mesh.get_local_rank()
@@ -74,37 +74,37 @@ class Shard:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that FSDP2 gathers it from."""
+        """Process group of the ranks that FSDP2 gathers the parameter from."""
         return self.fsdp_param.shard_mesh.get_group()
 
     @property
     def parameter(self) -> torch.Tensor:
-        """The sharded parameter as optimizers hold it: a DTensor.
+        """The sharded parameter that optimizers hold, a DTensor.
 
-        Loads and `model.to` may replace it.
+        It may be another object after a load or `model.to`.
         """
         return self.fsdp_param.sharded_param
 
     @property
     def local(self) -> Any:
-        """This rank's part, unpadded: a plain tensor or a plugin's tensor subclass."""
-        # Not `to_local`, which goes through autograd and may return another object: shards are found by identity.
+        """This rank's unpadded part: a plain tensor or a plugin's tensor subclass."""
+        # Not `to_local`, which goes through autograd and may return another object, whereas callers compare identities.
         parameter: Any = self.parameter
         return parameter._local_tensor
 
     @property
     def full_name(self) -> str:
-        """Its name from the FSDP root.
+        """Name of the parameter in the FSDP root.
 
-        Before the first forward, its name in its module.
+        It is known from the first forward on; before, this is `name`.
         """
         return self.fsdp_param._param_fqn or self.name
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """The dtype of FSDP2's gather.
+        """The dtype of FSDP2's all-gather.
 
-        From its mixed precision, from the first forward on.
+        The mixed-precision policy applies from the first forward on; before, this is the dtype of the parameter.
         """
         return getattr(self.fsdp_param, "param_dtype", None) or self.parameter.dtype
 
@@ -112,7 +112,8 @@ class Shard:
     def reduce_dtype(self) -> torch.dtype | None:
         """The dtype of FSDP2's gradient reduction, None before the first forward.
 
-        A policy without `reduce_dtype` means the parameters' dtype from torch 2.15 on, before it the gathered one.
+        Without `reduce_dtype` in the mixed-precision policy, FSDP2 reduces gradients in the dtype of the parameters
+        from torch 2.15 on, and in the gathered dtype before.
         """
         if not hasattr(self.fsdp_param, "param_dtype"):
             return None
@@ -126,38 +127,38 @@ class Shard:
 
     @property
     def all_gather(self) -> Any:
-        """The all-gather of its group, as `set_custom_all_gather` takes it."""
+        """All-gather of the parameter's group, which `set_custom_all_gather` sets."""
         return self.fsdp_group._all_gather_comm
 
     @property
     def reduce_scatter(self) -> Any:
-        """The reduce-scatter of its group, as `set_custom_reduce_scatter` takes it."""
+        """Reduce-scatter of the parameter's group, which `set_custom_reduce_scatter` sets."""
         return self.fsdp_group._reduce_scatter_comm
 
     @property
     def is_gathered(self) -> bool:
-        """True if FSDP2 holds the gathered parameter now."""
+        """True while FSDP2 holds the gathered parameter."""
         return self.fsdp_group.is_unsharded
 
     @property
     def is_in_flight(self) -> bool:
-        """True if FSDP2 has started a gather and not finished it."""
+        """True while an all-gather of FSDP2 is in flight."""
         return self.fsdp_group._all_gather_result is not None
 
     @property
     def gathered_parameter(self) -> torch.Tensor | None:
-        """The module's gathered parameter, None before the first gather."""
+        """Gathered parameter of the module, None before the first gather."""
         return getattr(self.fsdp_param, "_unsharded_param", None)
 
     @property
     def stays_gathered(self) -> bool:
-        """True if FSDP2 keeps it gathered by `set_reshard_after_backward(False)`."""
+        """True if the parameter is gathered and `set_reshard_after_backward(False)` is set."""
         return self.fsdp_group.is_unsharded and not self.fsdp_group.reshard_after_backward
 
     def reshard(self) -> None:
-        """Drop FSDP2's gathered parameters, so that it gathers them again.
+        """Free the gathered parameters of the group, also those in flight.
 
-        Of its group, and those in flight.
+        FSDP2 then gathers them again.
         """
         group: Any = self.fsdp_group
         if (flying := group._all_gather_result) is not None:
@@ -166,13 +167,13 @@ class Shard:
             if isinstance(flying.all_gather_work, dist.Work):
                 flying.all_gather_work.wait()
             group._all_gather_result = None
-        # not `FSDPParamGroup.reshard`, which keeps them where an exception has left the group inside of a forward
+        # Not `FSDPParamGroup.reshard`, which may free nothing if an exception has left the group in a forward.
         group._to_sharded()
 
     def regather(self) -> None:
-        """Reshard, or gather now if its backward has begun.
+        """Reshard the group; gather it again if its backward has begun.
 
-        FSDP2 treats the group as gathered then.
+        FSDP2 gathers a group once for a backward, at its begin, so it would not gather again later.
         """
         self.reshard()
         group = self.fsdp_group
@@ -181,13 +182,14 @@ class Shard:
             group.wait_for_unshard()
 
     def peers(self, grid: ScaleGrid | None = None, *, replicas: bool = False) -> tuple[int, ...]:
-        """Return the global ranks with other parts, in order.
+        """Return the sorted global ranks that hold parts of the parameter.
 
-        FSDP2's ranks times ranks of tensor parallelism.
+        These are the ranks of FSDP2 times the ranks of tensor parallelism.
 
         Args:
-            grid: Its scales: ranks of tensor parallelism whose parts have separate scales are left out.
-            replicas: Include ranks that hold copies of the same part (HSDP).
+            grid: Excludes ranks of tensor parallelism whose parts have separate scales in this grid; None excludes
+                none.
+            replicas: Whether to include ranks that hold copies of the same part (HSDP).
         """
         parameter: Any = self.parameter
         of_fsdp = self.fsdp_group.mesh_info.mesh.ndim  # the first dimensions of the mesh
@@ -201,17 +203,17 @@ class Shard:
         return ranks_along(parameter.device_mesh, keep)
 
     def group(self, grid: ScaleGrid | None = None, *, replicas: bool = False) -> dist.ProcessGroup:
-        """Return the process group of `peers`; they all call this."""
+        """Return the process group of `peers`. Collective on these ranks."""
         return group_of_ranks(self.peers(grid, replicas=replicas), self.process_group)
 
 
 def shards(model: nn.Module | None = None, *, recurse: bool = True) -> Iterator[Shard]:
-    """Yield every FSDP2 parameter in rank-independent order.
+    """Yield the parameters that FSDP2 manages.
 
-    Gathered now or not.
+    The order is the same on all ranks.
 
     Args:
-        model: Under this module; None is every model of the process.
+        model: Module that contains the parameters; None yields those of all models in this process.
         recurse: Whether to include submodules.
     """
     if _import_error is not None:
@@ -231,7 +233,7 @@ def shards(model: nn.Module | None = None, *, recurse: bool = True) -> Iterator[
 
 
 def named_shards(model: nn.Module) -> Iterator[tuple[str, Shard]]:
-    """Yield the shards under `model` with their parameter names."""
+    """Yield the shards under `model` with their parameter names in `model`."""
     names = {id(module): name for name, module in model.named_modules()}
     for shard in shards(model):
         if id(shard.module) in names:
@@ -239,11 +241,9 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, Shard]]:
 
 
 def region_of(parameter: torch.Tensor) -> Region:
-    """Return the local region of a parameter.
+    """Return the region of this rank's part in a parameter.
 
-    Of a DTensor the local part, of a plain tensor all.
-
-    `torch.distributed.tensor` itself gives the offsets, on meshes of any number of dimensions.
+    A plain tensor is its whole region. A DTensor may have a mesh of any number of dimensions.
     """
     if not isinstance(parameter, DTensor):
         return Region.whole(parameter.shape)
@@ -252,20 +252,20 @@ def region_of(parameter: torch.Tensor) -> Region:
 
 
 def find_root(holds: Callable[[Any], bool]) -> nn.Module:
-    """Return the FSDP root of the first shard that `holds` accepts.
+    """Return the FSDP root of the first parameter that `holds` accepts.
 
     Args:
-        holds: Called with `Shard.local` of every model in this process.
+        holds: Called with this rank's part (`Shard.local`) of parameters of all models in this process.
 
     Raises:
-        Fp8UnsupportedError: There is none.
+        Fp8UnsupportedError: If `holds` accepts none.
     """
     check()
     for state in _all_states():
-        # no `Shard` of each: another model of the process may be left of a process group that is gone
-        locals_of: list[Any] = [param.sharded_param for group in _groups_of(state) for param in group.fsdp_params]
-        if any(holds(parameter._local_tensor) for parameter in locals_of):
-            # FSDP2 finds out in its first forward which module is the root; the root's state is the first of the list.
+        # No `Shard` here: the process group of another model in this process may be destroyed.
+        parameters: list[Any] = [param.sharded_param for group in _groups_of(state) for param in group.fsdp_params]
+        if any(holds(parameter._local_tensor) for parameter in parameters):
+            # FSDP2 determines the root in its first forward; `all_states` begins with the state of the root.
             root = _initialized_root(state) if state._is_root is None else state._state_ctx.all_states[0]
             return root._modules[0]
     raise Fp8UnsupportedError(
@@ -275,18 +275,18 @@ def find_root(holds: Callable[[Any], bool]) -> nn.Module:
 
 
 def check_gathers(gathered: Iterable[Shard]) -> None:
-    """Raise where FSDP2 does not support tensors with custom gathers.
+    """Raise if FSDP2 cannot gather FP8 weights as configured.
 
     All ranks raise the same error.
 
     Args:
-        gathered: The shards of FP8 weights under a root that has run its first forward, or begins it.
+        gathered: Shards of FP8 weights under a root that has begun its first forward.
 
     Raises:
-        Fp8Error: A weight is resharded to a part of its mesh, or changed its dtype after the first gather.
+        Fp8Error: If a weight is resharded to a part of its mesh, or its dtype has changed since the first gather.
     """
     for shard in gathered:
-        # FSDP2 has no such gather for these tensors: it would raise NotImplementedError, in the first backward.
+        # FSDP2 does not implement this gather for custom tensors: the first backward would raise NotImplementedError.
         target = shard.fsdp_group.post_forward_mesh_info
         if target is not None and target is not shard.fsdp_group.mesh_info:
             raise Fp8Error(
@@ -294,7 +294,7 @@ def check_gathers(gathered: Iterable[Shard]) -> None:
                 "FSDP2 supports True and False for them. To keep weights within a node, shard over a two-dimensional "
                 "mesh (HSDP) instead."
             )
-        # FSDP2 would copy biases, in groups with codes, as bytes into buffers of the old dtype, without a check.
+        # FSDP2 would copy the bytes of biases that are gathered with codes into buffers of the old dtype, unchecked.
         first = getattr(shard.fsdp_param, "orig_dtype", shard.local.dtype)
         if shard.local.dtype != first:
             raise Fp8Error(
@@ -305,10 +305,10 @@ def check_gathers(gathered: Iterable[Shard]) -> None:
 
 
 def check() -> None:
-    """Raise if this torch lacks a private name that FP8 weights need.
+    """Raise if this torch lacks a private name that FP8 weights require.
 
     Raises:
-        Fp8UnsupportedError: With the missing feature and the remedy.
+        Fp8UnsupportedError: If an import from FSDP2 has failed.
     """
     if _import_error is not None:
         raise Fp8UnsupportedError(
@@ -318,29 +318,28 @@ def check() -> None:
 
 
 def in_forward(root: nn.Module) -> bool:
-    """Return whether an FSDP root's forward runs now.
+    """Return whether the forward of an FSDP root is running.
 
-    False if a submodule's forward was called alone.
+    False if the forward of a submodule was called alone.
     """
     state = state_of(root)
     return state._state_ctx.iter_forward_root is state
 
 
 def in_any_forward(root: nn.Module) -> bool:
-    """Return whether a forward under an FSDP root runs now.
+    """Return whether a forward under an FSDP root is running.
 
-    The root's, or of a part of it that was called alone.
+    It may be the forward of the root, or of a submodule that was called alone.
     """
     return state_of(root)._state_ctx.iter_forward_root is not None
 
 
 def before_gathers(root: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
-    """Call `prepare(root)` before the gathers of the root's forward.
+    """Call `prepare(root)` after the optimizer and before the root's gathers.
 
-    On the current stream, after the optimizer.
-
-    By default the streams of FSDP2's gathers wait for the current stream. After `set_post_optim_event` they wait only
-    for that event: then `prepare` waits for it, and the gathers wait for `prepare`.
+    Its work runs on the current stream. By default the streams of FSDP2's gathers wait for that stream. After
+    `set_post_optim_event` they wait only for the given event; then the current stream waits for this event before
+    `prepare`, and the gathers wait for the work of `prepare`.
     """
     state: Any = state_of(root)
     event = state._state_ctx.post_optim_event
@@ -358,10 +357,10 @@ def before_gathers(root: nn.Module, prepare: Callable[[nn.Module], None]) -> Non
 
 @contextlib.contextmanager
 def exclusive_on_device(root: nn.Module) -> Iterator[None]:
-    """Order the context's work between earlier and later work, on all streams.
+    """Order the work in this context after earlier and before later work.
 
-    The host waits for the device twice. For work inside of a gather, which is on a stream of FSDP2's own: which stream
-    computes cannot be known there.
+    This holds for all streams of the root's device; the host waits for the device twice. Use it inside of a gather: it
+    runs on a stream of FSDP2, where the stream that computes is unknown.
     """
     handle: Any = state_of(root)._device_handle
     handle.synchronize()
@@ -370,12 +369,14 @@ def exclusive_on_device(root: nn.Module) -> Iterator[None]:
 
 
 def pad_rows(codes: torch.Tensor, padded_shape: torch.Size) -> torch.Tensor:
-    """Return `codes` as contiguous uint8 of `padded_shape`, zero-padded.
+    """Return `codes` as contiguous uint8 of `padded_shape`, padded with zeros.
 
-    `codes` are float8 or uint8.
+    The result is uint8, because gloo and older NCCL do not support float8. Zeros are appended along the first
+    dimension, so that the gathered buffer needs no copy.
 
-    uint8, because gloo and older NCCL do not support float8. Padding is at the end, so that the gathered buffer is used
-    directly.
+    Args:
+        codes: float8 or uint8.
+        padded_shape: Shape of the result, which differs from the shape of `codes` in the first dimension at most.
     """
     data = codes.view(torch.uint8)
     if data.shape == padded_shape:
@@ -389,19 +390,19 @@ def pad_rows(codes: torch.Tensor, padded_shape: torch.Size) -> torch.Tensor:
 def unpad(gathered: torch.Tensor, full_shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Return the gathered uint8 buffer as `dtype` of `full_shape`.
 
-    Without a copy: padding is at the end.
+    The result is a view, because padding is at the end of the buffer.
     """
     return gathered.view(-1)[: math.prod(full_shape)].view(dtype).view(full_shape)
 
 
 def _initialized_root(state: "FSDPState") -> "FSDPState":
-    """Initialize the root above weights gathered before any forward.
+    """Initialize the root of a state before any forward, and return it.
 
-    By `unshard()`, or in pipelines.
+    Weights are gathered before any forward by `unshard()` and in pipelines.
     """
     module = state._modules[0]
     above = [other for other in _all_states() if any(child is module for child in other._modules[0].modules())]
-    # The outermost of the roots that contain the module, which has the most modules.
+    # The root is the outermost module that contains this one, and so has the most submodules.
     root = max(above, key=lambda other: sum(1 for _ in other._modules[0].modules()))
     root._lazy_init()
     return root
@@ -421,10 +422,7 @@ def _states_under(model: nn.Module, *, recurse: bool = True) -> Iterator["FSDPSt
 
 
 def _groups_of(state: "FSDPState") -> Sequence["FSDPParamGroup"]:
-    """Return the parameter groups of a state.
-
-    torch 2.11 has at most one.
-    """
+    """Return a state's parameter groups, at most one in torch 2.11."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []

@@ -1,6 +1,6 @@
-"""Begin and end of forwards and backwards under FSDP2.
+"""Hooks at the begin and end of forwards and backwards under FSDP2.
 
-Like `fsdp`, written for the private names of torch 2.11 to 2.15, which a test lists.
+Like `fsdp`, this module uses private names of torch 2.11 to 2.15, which a test lists.
 """
 
 import functools
@@ -16,20 +16,17 @@ from fp8_common.torch_layers.sharding.fsdp import state_of
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a backward now."""
+    """Return whether this thread is running a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def graph_task() -> int:
-    """Return the number of the running backward, -1 outside of one.
-
-    Of this thread.
-    """
+    """Return the number of the backward that this thread runs, else -1."""
     return torch._C._current_graph_task_id()
 
 
 def keeps_graph() -> bool:
-    """Return whether the backward that runs now was called with `retain_graph=True`."""
+    """Return whether the running backward keeps its graph (`retain_graph=True`)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
@@ -39,12 +36,12 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def next_node() -> int:
-    """Return autograd's number of this thread's next node."""
+    """Return the number that autograd will give this thread's next node."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def running_node() -> int:
-    """Return the number of the running backward node, else -1."""
+    """Return the number of the autograd node that is running, else -1."""
     node = torch._C._current_autograd_node()
     return -1 if node is None else node._sequence_nr()
 
@@ -56,27 +53,26 @@ def on_forwards(
 ) -> None:
     """Call functions around forwards of FSDP modules under a root.
 
-    FSDP2 has initialized the root.
-
-    FSDP2 calls these two methods of its states for modules and for methods of `register_fsdp_forward_method`, whereas
-    hooks of modules do not run for methods.
+    This wraps methods of FSDP2's states. FSDP2 calls them for modules and for methods that were passed to
+    `register_fsdp_forward_method`, whereas hooks of modules do not run for such methods.
 
     Args:
-        root: The FSDP root.
-        before: Called before the gathers with the modules of the state, and whether the forward of no FSDP module
-            around them runs.
-        after: Called with these modules, the output, and whether that forward ends here.
+        root: FSDP root that FSDP2 has initialized.
+        before: Called before the gathers of a forward with the modules of the state, and with True if this is the
+            outermost forward.
+        after: Called after a forward with these modules, its output, and True if this is the outermost forward.
     """
     top: Any = state_of(root)
     for state in top._state_ctx.all_states:
         state._root_pre_forward = functools.partial(_before, state, state._root_pre_forward, before)
         state._register_pre_backward_hook = functools.partial(_after, state, state._register_pre_backward_hook, after)
         if len(state._modules) == 1:
-            state._pre_forward = functools.partial(_method, state, state._pre_forward)
-            hook = disable_compiler(functools.partial(_end_what_raised, state))
+            state._pre_forward = functools.partial(_pre_forward, state, state._pre_forward)
+            hook = disable_compiler(functools.partial(_reset_after_exception, state))
             state._modules[0].register_forward_pre_hook(hook, prepend=True)
 
-    # A backward that raised leaves the root in its backward: FSDP2 calls neither method in the next forward.
+    # After a backward that raised, the root's state still is PRE_BACKWARD, and FSDP2 calls neither `_root_pre_forward`
+    # nor `_register_pre_backward_hook` in the next forward.
     def left_in_backward() -> bool:
         return not in_backward() and top._training_state.name == "PRE_BACKWARD"
 
@@ -94,20 +90,21 @@ def on_forwards(
     root.register_forward_hook(after_root)
 
 
-def _end_what_raised(state: Any, *inputs: object) -> None:
-    # A forward that raised leaves its modules in it: FSDP2 takes the next one for a part of it.
+def _reset_after_exception(state: Any, *inputs: object) -> None:
+    # After a forward that raised, the state still is FORWARD, and FSDP2 treats the next forward as a part of it.
     if not in_backward() and state._training_state.name == "FORWARD":
         state._training_state = type(state._training_state).IDLE
 
 
-def _method(state: Any, original: Any, *inputs: Any) -> Any:
-    _end_what_raised(state)
+def _pre_forward(state: Any, original: Any, *inputs: Any) -> Any:
+    _reset_after_exception(state)
     return original(*inputs)
 
 
 def _before(state: Any, original: Any, before: Any, module: nn.Module, args: tuple, kwargs: dict) -> Any:
     outer = state._state_ctx.iter_forward_root
-    if outer is not None and _contains(state, outer):  # left by an exception
+    # The outermost forward cannot be of this module, or of one inside it: an exception has ended it.
+    if outer is not None and _contains(state, outer):
         state._state_ctx.iter_forward_root = outer = None
     before(state._modules, outer is None)
     return original(module, args, kwargs)
@@ -123,7 +120,13 @@ def _contains(state: Any, other: Any) -> bool:
 
 
 def on_backward(output: Any, begin: Callable[[torch.Tensor], None], end: Callable[[Any, Any], None]) -> None:
-    """Call `begin` before, `end` after the backward passes `output`'s tensors."""
+    """Register hooks for the backward of `output`.
+
+    Args:
+        output: Any nesting of tensors; those without `requires_grad` are ignored.
+        begin: Called with the gradient of each tensor, before the node that created the tensor runs.
+        end: Called with the gradients of that node's inputs and outputs, after the node has run.
+    """
     for tensor in pytree.tree_leaves(output):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.register_hook(begin)

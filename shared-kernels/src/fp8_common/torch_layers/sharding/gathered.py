@@ -1,6 +1,7 @@
 """`GatheredWeight`: an FP8 weight after the all-gather.
 
-FP8 layers read its codes; any other operator gets the dequantized values, so that custom layers work too.
+FP8 layers read its codes; any other operator gets the dequantized values, so that custom layers work too. The functions
+below `WeightMemory` connect the weight of a forward with its backward.
 """
 
 import warnings
@@ -35,21 +36,21 @@ _KEEPS_CODES = {
     aten.view.default,
     aten._unsafe_view.default,
 }
-"""Operators of autograd and FSDP2 on a weight that do not read it."""
+"""Operators that autograd and FSDP2 run on a weight without reading its values."""
 
 _MULTIPLIES = {
     *(aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default),
     *(aten.mm.default, aten.mv.default, aten.addmm.default, aten.bmm.default, aten.linear.default),
 }
-"""First operators of `F.linear(x, layer.weight)`, `x @ layer.weight.T` and `torch.einsum`."""
+"""The first operators of `F.linear(x, layer.weight)`, `x @ layer.weight.T` and `torch.einsum`."""
 
 
 class Origin(Protocol):
-    """Source of the gathered codes, shared by all views.
+    """Identity of gathered codes, shared by all views of the weight.
 
     Attributes:
-        number: Number of the codes in the buffer; another forward may have replaced them.
-        mark: The same as an int64 scalar on the CPU, which autograd saves.
+        number: Number of the codes that the buffer holds now. It changes if another forward replaces the codes.
+        mark: The same number as an int64 scalar on the CPU, which autograd can save.
     """
 
     number: int
@@ -57,19 +58,19 @@ class Origin(Protocol):
 
 
 class GatheredWeight(torch.Tensor):
-    """The whole weight as FP8 codes with scales.
+    """A gathered weight as FP8 codes with scales.
 
-    Reports `dtype`, the dtype of its gradient.
-
-    Tensor parallelism gathers activations and gradients in this form too.
+    FP8 layers read the codes; any other operator gets the dequantized values. Operators that write to the tensor raise
+    RuntimeError. Tensor parallelism also gathers activations and gradients in this form.
 
     Args:
-        codes: float8 [rows, columns], contiguous.
-        scale_inv: float32 back from FP8: a scalar, [rows, 1], or one for each block; or uint8, the E8M0 codes of MX
-            blocks. It is not copied: a gather that refills it refills this one.
+        codes: float8 [rows, columns], contiguous; or a stack of such matrices.
+        scale_inv: Scales back from FP8: a float32 scalar, float32 [rows, 1], float32 with one scale per block, or
+            uint8 with the E8M0 codes of MX blocks. It is not copied, so a gather that refills it updates this tensor.
         fmt: Short name of the format.
-        dtype: The dtype that the weight stands for (the compute dtype of FSDP2's mixed precision).
-        block: The block of each scale, where scales do not broadcast.
+        dtype: dtype that the tensor reports, of its values and its gradient. For weights it is the compute dtype of
+            FSDP2's mixed precision.
+        block: Elements per scale, if scales do not broadcast.
         origin: Identifies the codes in the buffer; None if they never change.
     """
 
@@ -79,7 +80,7 @@ class GatheredWeight(torch.Tensor):
     block: tuple[int, int] | None
     origin: "Origin | None"
     is_weight = True
-    """Whether a matmul outside of its layer is a mistake."""
+    """Whether to warn of matmuls outside of an FP8 layer."""
 
     @staticmethod
     def __new__(
@@ -97,20 +98,20 @@ class GatheredWeight(torch.Tensor):
         return self
 
     def dequantize(self) -> torch.Tensor:
-        """Return the values, of this shape and dtype.
+        """Return the values in the dtype of this tensor.
 
-        float32 codes times `scale_inv`, rounded to it.
+        They are the codes times `scale_inv`, computed in float32 and rounded once.
         """
         if self.scale_inv.dtype == torch.uint8:
             return decoding.dequantize_mx(self.codes, self.scale_inv, get_format(self.fmt), self.dtype)
         return decoding.dequantize(self.codes, self.scale_inv, get_format(self.fmt), self.dtype, self.block)
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Export the values; torch would export an address that is none."""
+        """Export the values; torch would export an invalid address."""
         return self.dequantize().__dlpack__(**options)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the values as an array; torch has none for subclasses."""
+        """Return the values as an array; torch does not support subclasses."""
         return self.dequantize().requires_grad_(self.requires_grad).numpy(force=force)
 
     def tolist(self) -> Any:
@@ -118,7 +119,7 @@ class GatheredWeight(torch.Tensor):
         return self.dequantize().tolist()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        """Show shape and format; the values may be freed."""
+        """Return shape, format and dtype. FSDP2 may have freed the values."""
         return f"GatheredWeight(shape={tuple(self.shape)}, fmt={self.fmt!r}, dtype={self.dtype})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
@@ -133,13 +134,13 @@ class GatheredWeight(torch.Tensor):
         return GatheredWeight(inner["codes"], inner["scale_inv"], *context)
 
     def _stable_hash_for_caching(self) -> str:
-        """Return a compiled graph's dependences besides values.
+        """Return a hash of the metadata, for caches of compiled graphs.
 
-        The same in every process.
+        It is the same in every process.
         """
         return stable_hash(self, self.scale_inv, self.fmt, self.block)
 
-    # Python functions of torch run as for any tensor; only the operators that they end in come to `__torch_dispatch__`.
+    # Python functions of torch run as for any tensor; only the operators that they call reach `__torch_dispatch__`.
     __torch_function__ = disabled_torch_function
 
     @classmethod
@@ -149,7 +150,7 @@ class GatheredWeight(torch.Tensor):
         if func in _KEEPS_CODES:
             weight = args[0]
             codes = func(weight.codes, *args[1:], **kwargs)
-            # scales of rows and blocks, a single one too, lie on one shape alone: a view of another one is of values
+            # Scales of rows and blocks belong to one shape: views of another shape are views of the values.
             if weight.scale_inv.ndim == 0 or (codes.shape, codes.stride()) == (weight.shape, weight.stride()):
                 return type(weight)(codes, weight.scale_inv, weight.fmt, weight.dtype, weight.block, weight.origin)
         if any(isinstance(written, GatheredWeight) for written in written_tensors(func, args, kwargs)):
@@ -157,7 +158,7 @@ class GatheredWeight(torch.Tensor):
                 f"{func} would write to a gathered FP8 weight, which holds rounded codes that the next all-gather "
                 "replaces. Change the sharded parameter instead (after model.reshard())."
             )
-        # Stacked weights have no layer that multiplies codes.
+        # No warning for stacks, which have no layer that multiplies their codes.
         weights = [argument for argument in args if isinstance(argument, GatheredWeight)]
         if func in _MULTIPLIES and all(argument.is_weight and argument.ndim <= 2 for argument in weights):
             warnings.warn(
@@ -169,18 +170,18 @@ class GatheredWeight(torch.Tensor):
         return func(*args, **kwargs)
 
 
-# `torch.load` with weights_only=True accepts only classes that are listed here.
+# `torch.load(weights_only=True)` accepts only registered classes.
 torch.serialization.add_safe_globals([GatheredWeight])
 
 
 def quantized(gathered: GatheredWeight) -> Quantized:
     """Return codes and scales of a gathered weight as an operand."""
-    # no method: compilers trace methods of tensor subclasses as operators, which return tensors
+    # Not a method: compilers trace methods of tensor subclasses as operators, which must return tensors.
     scale_inv = gathered.scale_inv
     if scale_inv.dtype == torch.uint8:
         scale_inv = scale_inv_of_e8m0(scale_inv)
     elif not torch.compiler.is_compiling() and scale_inv.ndim == 0 and scale_inv.storage_offset() % 4:
-        # a view of all weights' scales: cuBLAS does not accept a scalar at an odd address, compilers copy it
+        # A view into the scales of all weights. cuBLAS requires an aligned address; compiled code copies the scalar.
         scale_inv = scale_inv.clone()
     return Quantized(gathered.codes, scale_inv, FORMATS[gathered.fmt], gathered.block)
 
@@ -195,24 +196,24 @@ def finish_gather(
     origin: Origin | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-    """Run `fsdp_post_all_gather` of FSDP2 for the gathered tensors of an FP8 weight.
+    """Implement FSDP2's `fsdp_post_all_gather` for an FP8 weight.
 
     Args:
-        buffer: uint8, the codes of all ranks, which may be padded at the end; FSDP2 refills it in place.
-        scale_inv: Scales of the whole weight as of `GatheredWeight`, shared with the gathered one.
-        grid: Where the scales lie.
+        buffer: uint8, the codes of all ranks, which may be padded at the end. FSDP2 refills it in place.
+        scale_inv: Scales of the whole weight, as in `GatheredWeight`. They are not copied.
+        grid: Layout of the scales.
         full_shape: Shape of the weight.
-        dtype: The dtype that it stands for.
-        origin: As of `GatheredWeight`.
-        out: Result of an earlier gather of this weight, or a DTensor of it; None the first time.
+        dtype: dtype that the weight reports.
+        origin: Identifies the codes in the buffer; None if they never change.
+        out: Result of an earlier gather of this weight, or a DTensor of it; None in the first gather.
 
     Returns:
-        The weight, and the tensors that FSDP2 frees when it reshards, besides `buffer`; None if `out` is updated
-        instead.
+        The weight, and the tensors besides `buffer` that FSDP2 frees when it reshards (none). None if `out` is given:
+        it is updated in place.
     """
     target: Any = out if isinstance(out, GatheredWeight) else local_of(out)
     if target is not None:
-        target.scale_inv = scale_inv  # the codes alias the buffer
+        target.scale_inv = scale_inv  # The codes alias the buffer, which FSDP2 has refilled.
         return None
     fmt = grid.cast.fp8_format
     codes = unpad(buffer, full_shape, torch_dtype(fmt))
@@ -223,13 +224,13 @@ def finish_gather(
 
 
 class WeightMemory(NamedTuple):
-    """A backward's metadata of a forward's weight, besides tensors.
+    """Metadata of a forward's weight that its backward needs, besides tensors.
 
     Attributes:
-        turned: Whether the codes lie as the gradient of the input contracts them.
-        form: Format and block of the codes; None if they were not kept.
+        turned: Whether the saved codes are transposed, as the gradient of the input contracts them.
+        form: Format and block of the saved codes; None if none were saved.
         origin: Identifies the codes that FSDP2 holds; None for other weights.
-        number: Number of the codes in the forward.
+        number: Number of the codes in the forward; 0 without `origin`.
     """
 
     turned: bool
@@ -241,31 +242,38 @@ class WeightMemory(NamedTuple):
 def remember(
     weight: torch.Tensor, operand: Quantized | None, *, needed: bool, keep: bool, compiled: bool
 ) -> tuple[tuple[torch.Tensor | None, ...], WeightMemory]:
-    """Return a weight's three tensors for the backward, and metadata.
-
-    Any of the tensors may be None.
+    """Return a weight's tensors and metadata to save for the backward.
 
     Args:
-        weight: The weight, in any state.
-        operand: The operand of the forward; None if its codes are not kept.
-        needed: Whether the backward multiplies with it.
-        keep: Whether it takes the codes of the forward.
+        weight: The weight in any state: a plain parameter, a part or a `GatheredWeight`.
+        operand: Operand of the forward; None if its codes are not saved.
+        needed: Whether the backward multiplies by the weight.
+        keep: Whether to save the codes of the forward.
         compiled: Whether a compiler traces the forward.
+
+    Returns:
+        Three tensors, the `mark` of the origin, codes, and scales back from FP8, each of which may be None; and the
+        metadata.
     """
-    kept = operand if needed and keep else None
-    turned = None if kept is None else kept.transposed  # the codes that the backward contracts
-    # Compiled code cannot compare: there only the hooks of FSDP2 restore the codes of this forward.
+    saved = operand if needed and keep else None
+    turned = None if saved is None else saved.transposed  # The backward contracts the transposed codes.
+    # Compiled code cannot compare numbers; it relies on the hooks of FSDP2, which restore the codes of this forward.
     origin = getattr(weight, "origin", None) if needed and not compiled else None
-    tensors, form = apart(kept if turned is None else turned)
+    tensors, form = apart(saved if turned is None else turned)
     memory = WeightMemory(turned is not None, form, origin, 0 if origin is None else origin.number)
     return (None if origin is None else origin.mark, *tensors), memory
 
 
 def recall(memory: WeightMemory, tensors: Sequence[torch.Tensor | None], name: str) -> Quantized | None:
-    """Return the codes kept for the backward, or None.
+    """Return the codes that `remember` saved for the backward, or None.
+
+    Args:
+        memory: Metadata that `remember` returned.
+        tensors: The three tensors that `remember` returned.
+        name: Name of the layer in the error.
 
     Raises:
-        Fp8StaleError: FSDP2 holds other codes now than the forward used.
+        Fp8StaleError: If FSDP2 holds other codes than the forward used.
     """
     mark, codes, scale_inv = tensors
     if mark is not None:
@@ -274,21 +282,21 @@ def recall(memory: WeightMemory, tensors: Sequence[torch.Tensor | None], name: s
 
 
 def check_codes(memory: WeightMemory, repeated: int, name: str) -> None:
-    """Compare FSDP2's current codes with the forward's.
+    """Compare the codes that FSDP2 holds with the codes of the forward.
 
     Args:
-        memory: Of the weight.
-        repeated: Number of the codes in the forward, or where a checkpoint has repeated it.
-        name: The layer's name in the error.
+        memory: Metadata of the weight.
+        repeated: Number of the codes in the repeated forward of a checkpoint; without checkpoint, in the forward.
+        name: Name of the layer in the error.
 
     Raises:
-        Fp8StaleError: They are others.
+        Fp8StaleError: If the numbers of the codes differ.
     """
-    number, present = memory.number, memory.origin.number
-    if number == repeated == present:
+    number, current = memory.number, memory.origin.number
+    if number == repeated == current:
         return
     raise Fp8StaleError(
-        f"The backward of {name} would multiply with FP8 codes {present} of its weight, and its forward used codes "
+        f"The backward of {name} would multiply with FP8 codes {current} of its weight, and its forward used codes "
         f"{number}{'' if repeated == number else f' ({repeated} when it was repeated)'}: another forward ran between "
         "the two, and the codes of this one are gone. Return the outputs of modules under fully_shard in tuples, lists "
         "or dicts, so that FSDP2 sees their backward, or run the backward first."
@@ -296,9 +304,9 @@ def check_codes(memory: WeightMemory, repeated: int, name: str) -> None:
 
 
 def apart(saved: torch.Tensor | Quantized | None) -> tuple[tuple[torch.Tensor | None, ...], tuple | None]:
-    """Return an operand's two tensors and its metadata.
+    """Split an operand into two tensors, codes and scales, and its metadata.
 
-    A plain tensor is the first of the two.
+    A plain tensor, or None, is returned as the first of the two, without metadata.
     """
     if isinstance(saved, Quantized):
         return (saved.codes, saved.scale_inv), (saved.fmt, saved.block)
@@ -306,5 +314,5 @@ def apart(saved: torch.Tensor | Quantized | None) -> tuple[tuple[torch.Tensor | 
 
 
 def together(saved: torch.Tensor, scale_inv: torch.Tensor | None, form: tuple | None) -> torch.Tensor | Quantized:
-    """Undo `apart`."""
+    """Join the results of `apart` to the operand or plain tensor."""
     return saved if scale_inv is None else Quantized(saved, scale_inv, *(form or ()))

@@ -1,7 +1,7 @@
 """Messages of gradients as FP8 codes: rounding and summation.
 
-Each block of 128 elements has a power-of-two scale. Defined in `fp8_common._reference.gradient_messages`. On GPUs each
-direction is one kernel; elsewhere it uses the references.
+Each block of 128 elements has a power-of-two scale. `fp8_common._reference.gradient_messages` defines layout and
+rounding. On GPUs one kernel packs the codes of a message, and one sums them; elsewhere torch's operations do.
 """
 
 import itertools
@@ -19,24 +19,24 @@ from fp8_common.torch.numerics import divide, scale_from_amax, torch_dtype
 from fp8_common.torch.rounding import quantize, quantize_stochastic
 
 PIECE = 2**15
-"""Elements that are rounded at random at a time, a multiple of a block."""
+"""Elements that stochastic rounding processes at a time, a multiple of a block."""
 
 
 def pack_gradients(
     values: torch.Tensor, wide: torch.Tensor, fmt: Format, random: tuple[int, int] | None = None
 ) -> torch.Tensor:
-    """Return a message with codes, scales and unchanged elements.
+    """Quantize gradients, and pack them into a message.
 
-    A row for each of n ranks.
+    The message has one row for each of n ranks.
 
     Args:
-        values: [n, c], a floating-point dtype; its rows may be strided.
-        wide: [n, w], a floating-point dtype.
-        fmt: The FP8 format.
-        random: Key and offset of the bits of stochastic rounding; None rounds to nearest.
+        values: Gradients to quantize, [n, c], any floating-point dtype and strides.
+        wide: Gradients to send in high precision, [n, w], any floating-point dtype. They are copied unchanged.
+        fmt: FP8 format of the codes.
+        random: Key and offset of the random bits for stochastic rounding; None rounds to nearest.
 
     Returns:
-        uint8 [n, bytes].
+        uint8 [n, bytes]: codes, scales and gradients in high precision.
     """
     values = values.float() if values.dtype == torch.float64 else values
     rows = _rows_of(values.shape[1], wide.shape[1], wide.dtype)
@@ -53,25 +53,28 @@ def pack_gradients(
         plan = plans().pack_gradients(*values.shape, strides, name_of(values.dtype), fmt, random=random)
         launch(plan, values.device, x_ptr=values, y_ptr=codes, scale_ptr=scales)
         return message
-    rounded, own_scales = _round(values.float(), fmt, random)
+    rounded, block_scales = _round(values.float(), fmt, random)
     codes.view(torch.uint8).copy_(rounded.view(torch.uint8))
-    scales.copy_(own_scales)
+    scales.copy_(block_scales)
     return message
 
 
 def sum_gradients(
     message: torch.Tensor, sizes: tuple[int, int], wide_dtype: torch.dtype, fmt: Format, divisor: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float32 [c] and [w]: sums over a message's rows.
+    """Sum the rows of a message in float32.
 
-    First to last, divided by `divisor`.
+    Rows are added from first to last, so that the result depends only on the order of ranks.
 
     Args:
-        message: uint8 [n, bytes], one row from each rank, made by `pack_gradients`.
-        sizes: (c, w).
-        wide_dtype: The dtype of the wide elements.
-        fmt: The format of the codes.
-        divisor: The number of ranks for an average.
+        message: uint8 [n, bytes], one row of `pack_gradients` from each rank.
+        sizes: Numbers (c, w) of quantized gradients and of gradients in high precision.
+        wide_dtype: dtype of the gradients in high precision.
+        fmt: FP8 format of the codes.
+        divisor: Divisor of the sums, for example the number of ranks for an average.
+
+    Returns:
+        float32 [c] and [w].
     """
     rows = _rows_of(*sizes, wide_dtype)
     wide = _sum_in_order(_wide_part(message, rows, wide_dtype).float(), divisor)
@@ -91,10 +94,10 @@ def _round(values: torch.Tensor, fmt: Format, random: tuple[int, int] | None) ->
     expanded = expand_blocks(scales, BLOCK, values.shape)
     if random is None:
         return quantize(values, expanded, fmt, amax), scales
-    # Drawn by NumPy on any device: any element's bits follow only from its index, so all agree.
+    # NumPy draws the bits for any device. They depend only on key and index, so they equal the bits of the kernel.
     (key, offset), columns = random, values.shape[1]
     codes = torch.empty_like(values, dtype=torch_dtype(fmt))
-    # in pieces, which stay in the cache of a CPU
+    # In pieces, which stay in the cache of a CPU.
     for row, first in itertools.product(range(len(values)), range(0, columns, PIECE)):
         part = slice(first, min(first + PIECE, columns))
         counter = offset + (row * scales.shape[1] * BLOCK[1] + first) // 4
@@ -104,14 +107,11 @@ def _round(values: torch.Tensor, fmt: Format, random: tuple[int, int] | None) ->
 
 
 def _sum_in_order(parts: torch.Tensor, divisor: float) -> torch.Tensor:
-    """Return the sum of float32 [n, m] over n, divided.
-
-    First to last.
-    """
+    """Sum float32 [n, m] over n, from first to last, and divide."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
-    # The divisor is a tensor of the same device: a GPU multiplies by the reciprocal of a number, which rounds twice.
+    # Divide by a tensor: for a Python number, a GPU multiplies by the reciprocal, which rounds twice.
     return total if divisor == 1 or not total.numel() else total.div_(total.new_full((), divisor))
 
 

@@ -1,6 +1,6 @@
-"""`mark_replaced`: makes optimizers of replaced parameters raise.
+"""`mark_replaced`: makes optimizers raise that hold replaced parameters.
 
-Without this it would step without an error and train nothing, because the old parameters get no gradients any more.
+Otherwise such an optimizer would step without an error and train nothing, because replaced parameters get no gradients.
 """
 
 from functools import cache
@@ -12,40 +12,47 @@ from fp8_common.errors import Fp8Error
 from fp8_common.torch.compat import disable_compiler
 
 MARK = "_fp8_replaced_by"
-"""The attribute of a replaced parameter: the call that replaced it. Tensor subclasses may compute it; None is none."""
+"""Attribute of a replaced parameter, with the name of the call that replaced it.
+
+Tensor subclasses may compute it; None means that the parameter was not replaced.
+"""
 
 
 def mark_replaced(parameter: torch.Tensor, by: str) -> None:
-    """Mark a parameter that a model has replaced by another.
+    """Mark a parameter that another one has replaced in a model.
+
+    From then on every optimizer of this process that holds the parameter raises in its steps.
 
     Args:
-        parameter: The replaced one. While it exists, optimizers that hold it raise in their steps.
+        parameter: The parameter that the model no longer has.
         by: The call that replaced it, for the error.
     """
-    # An attribute and no registry: it lives as long as the parameter, which optimizers hold by identity.
+    # An attribute and not a registry: it lives exactly as long as the parameter, which optimizers hold by identity.
     setattr(parameter, MARK, by)
     watch_optimizers()
 
 
 @cache
 def watch_optimizers() -> None:
-    """Check every optimizer step of this process for marked parameters."""
-    # One hook that keeps nothing between calls: no step inside of another one, and no thread, can confuse it.
-    register_optimizer_step_pre_hook(_refuse)
+    """Check all optimizer steps of this process for replaced parameters."""
+    # A single hook without state, so that nested steps and threads are safe.
+    register_optimizer_step_pre_hook(_check_parameters)
 
 
 @disable_compiler
-def _refuse(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    """Raise for the step.
+def _check_parameters(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    """Raise before the step of an optimizer with replaced parameters.
+
+    Frozen parameters are ignored, and so are parameters with a gradient, which another model still uses.
 
     Raises:
-        Fp8Error: A parameter with `requires_grad` was replaced. A parameter with a gradient is still in use: by another
-            model that shared it.
+        Fp8Error: If a parameter was replaced.
     """
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    replaced = [p for p in held if p.requires_grad and p.grad is None and getattr(p, MARK, None) is not None]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    replaced = [p for p in parameters if p.requires_grad and p.grad is None and getattr(p, MARK, None) is not None]
     if replaced:
         raise Fp8Error(
-            f"The optimizer holds {len(replaced)} of {len(held)} parameters that the model no longer has: "
-            f"{getattr(replaced[0], MARK)} replaced them, so they would never learn. Make the optimizer afterwards."
+            f"The optimizer holds {len(replaced)} of {len(parameters)} parameters that the model no longer has: "
+            f"{getattr(replaced[0], MARK)} replaced them, so they would not be updated. Create the optimizer "
+            "afterwards."
         )
