@@ -161,7 +161,9 @@ def test_a_gathered_weight_is_gathered_for_each_matmul(recipe):
 def test_codes_of_the_forward_serve_the_backward_where_they_stay_in_memory(recipe):
     casts = []
     spec = spec_of(LinearConfig(recipe=recipe))
-    counted = dataclasses.replace(spec, weight=lambda w, record, both: casts.append(record) or spec.weight(w, record))
+    counted = dataclasses.replace(
+        spec, weight_operand=lambda w, record, both: casts.append(record) or spec.weight_operand(w, record)
+    )
     wanted = gradients(counted, record=True)
     assert casts == [True, False], "delayed scaling observes the weight once"
     assert all(map(torch.equal, gradients(counted, keep_codes=True), wanted))

@@ -2,9 +2,9 @@
 
 y = x w^T, dx = dy w, dw = dy^T x.
 
-With offsets of groups the same function multiplies rows in groups by a stack of weights, one for each group: the
-layers of a mixture of experts. A layer provides its settings once (`LinearSpec`); operands, saved tensors and shared
-casts are the same for all layers.
+With offsets of groups, the same function multiplies rows in groups by a stack of weights, one for each group, as in the
+layers of a mixture of experts. A layer defines its settings once (`LinearSpec`); operands, saved tensors and shared
+casts are handled in the same way for all layers.
 """
 
 import dataclasses
@@ -63,20 +63,21 @@ class LinearSpec:
 
     Attributes:
         config: How to cast and multiply.
-        weight: Called with (weight, record, both), returns the operand [..., out_features, in_features] of a weight in
-            any of its states; `record`: whether delayed scaling observes it, `both`: whether its transpose is needed.
+        weight_operand: Called with (weight, record, both), returns the operand [..., out_features, in_features] of a
+            weight in any of its states; `record`: whether delayed scaling observes it, `both`: whether its transpose is
+            needed.
         name: The layer's name in errors.
         transposed: The weight is stored as [..., in_features, out_features], and so is its gradient.
         input_scale: The state of delayed scaling of the input; None without it.
         grad_scale: The same of the output's gradient.
-        gather: Gathers the whole weight; None if it is available.
-        watch: Called with "input" or "grad_output", a matrix [rows, columns] and its operand; None costs nothing. Rows
-            in groups are not shown.
+        gather: Gathers the whole weight; None if layers hold it.
+        watch: Called with "input" or "grad_output", a matrix [rows, columns] and its operand, except for rows in
+            groups; may be None.
         plans: Decisions by shape, dtype and device of the input.
     """
 
     config: LinearConfig
-    weight: Callable[[torch.Tensor, bool, bool], Quantized]
+    weight_operand: Callable[[torch.Tensor, bool, bool], Quantized]
     name: str = "An FP8 layer"
     transposed: bool = False
     input_scale: ScaleState | None = None
@@ -100,27 +101,27 @@ def fp8_linear(
     Args:
         x: [..., in_features], float32, bfloat16 or float16; under autocast it is converted first. Rows in groups may be
             `RowCodes`, which are multiplied directly.
-        weight: [out_features, in_features], in any state that `spec.weight` takes, or a part that `spec.gather`
-            gathers.
+        weight: [out_features, in_features], in any state that `spec.weight_operand` takes, or a part that
+            `spec.gather` gathers.
         spec: The layer.
         offsets: int32 or int64 [experts], where the rows of each expert end: x is then [rows, in_features], sorted by
-            expert, and the weight a stack of matrices. Rows behind the last offset give zeros, and get none. Offsets
-            on a GPU that do not fit give NaN: the host does not wait for them.
+            expert, and the weight a stack of matrices. Rows after the last offset give zeros, and their gradients are
+            zeros. Invalid offsets on a GPU give NaN, because the host does not wait for them.
         record: Whether delayed scaling observes the operands.
-        keep_codes: Whether the backward takes the weight's codes of the forward: of weights that stay in memory in any
-            case. A weight that FSDP2 frees between the two must not leave its codes there.
+        keep_codes: Whether the backward reuses the weight's codes of the forward. Only for weights that stay in memory
+            between the two: the codes of a weight that FSDP2 frees would stay in memory.
 
     Returns:
         [..., out_features] in the dtype of `x`; gradients have the dtypes of `x` and `weight`.
 
     Raises:
-        Fp8Error: `x` is no tensor or a scalar, its last dimension differs from the weight's, the offsets do not fit, MX
-            blocks do not divide the sizes, or the recipe does not support rows as codes.
-        Fp8UnsupportedError: `torch.func` transforms the layer, or `emulate` is False and the device has no FP8.
+        Fp8Error: `x` is no tensor or is a scalar, its last dimension differs from the weight's, the offsets do not fit,
+            MX blocks do not divide the sizes, or the recipe does not support rows as codes.
+        Fp8UnsupportedError: `torch.func` transforms the layer, or `emulate` is False and the device has no FP8 matmuls.
     """
     check(x, weight, spec, offsets)
     if offsets is None and isinstance(x, RowCodes):
-        x = x.clone()  # the values: rows that travelled as codes are multiplied as codes by experts alone
+        x = x.clone()  # decoded: only experts multiply rows that were received as codes
     x = autocast(x)
     if offsets is not None and has_few_rows(x, weight, spec.config.min_rows_per_expert):
         return wide_experts(x, weight, offsets, spec, record=record)
@@ -129,7 +130,7 @@ def fp8_linear(
 
 def autocast(x: torch.Tensor) -> torch.Tensor:
     """Return x in the dtype of autocast, where it is enabled."""
-    # there is no autocast for the meta device, and asking for it is an error
+    # there is no autocast for the meta device, and torch raises if it is queried
     enabled = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     return x.to(torch.get_autocast_dtype(x.device.type)) if enabled else x
 
@@ -157,14 +158,14 @@ def check(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec, offsets: torc
 def _check_blocks(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec) -> None:
     """Raise for sizes that MX blocks do not divide.
 
-    Each of the three is contracted in one of the matmuls.
+    in_features, out_features and tokens are each contracted in one of the matmuls.
     """
     sizes = {"in_features": weight.shape[1], "out_features": weight.shape[0]}
     if torch.is_grad_enabled() and weight.requires_grad and spec.config.grad_weight_casts[0].enabled:
         sizes["tokens"] = x.numel() // max(weight.shape[1], 1)
     if any(size % MX_BLOCK[1] for size in sizes.values()):
         raise Fp8Error(
-            f"{spec.name} computes in MX, in blocks of {MX_BLOCK[1]} along the contracted dimension, got "
+            f"{spec.name} uses MX blocks of {MX_BLOCK[1]} along the contracted dimensions, got "
             f"{', '.join(f'{size} {name}' for name, size in sizes.items())}. Pad the batch, or leave the layer out "
             "with module_filter_fn."
         )
@@ -180,8 +181,8 @@ def plan_of(spec: LinearSpec, x: torch.Tensor, weight: torch.Tensor, offsets: to
     if plan is None:
         grouped = offsets is not None
         casts_rows = not (grouped or isinstance(x, GatheredWeight))
-        made = decide(spec.config, x, out_features, weight.dtype, casts_rows=casts_rows, grouped=grouped)
-        plan = spec.plans.keep(key, made)
+        plan = decide(spec.config, x, out_features, weight.dtype, casts_rows=casts_rows, grouped=grouped)
+        spec.plans.keep(key, plan)
     return plan
 
 
@@ -210,7 +211,7 @@ class _Linear(torch.autograd.Function):
         both = needs_weight and config.shared.input is not None
         x_operand = _quantize(rows, "input", matrix, spec, plan.input if both else None, record=record, both=both)
         if gather is None:
-            w_operand = spec.weight(weight, record, needs_x and keep_codes and not plan.compiled)
+            w_operand = spec.weight_operand(weight, record, needs_x and keep_codes and not plan.compiled)
         else:
             w_operand = gather.finish(started, record)
         w_operand = rows.checked(w_operand) if rows.grouped else w_operand
@@ -245,7 +246,11 @@ class _Linear(torch.autograd.Function):
 
         def whole_weight() -> Quantized:
             # Delayed scaling has observed the weight in the forward.
-            return spec.weight(sent[0], False, not plan.compiled) if gather is None else gather.finish(started, False)
+            return (
+                spec.weight_operand(sent[0], False, not plan.compiled)
+                if gather is None
+                else gather.finish(started, False)
+            )
 
         shared = None
         if config.shared.one_gradient_scale:
@@ -261,9 +266,10 @@ class _Linear(torch.autograd.Function):
                 shared = _quantize_folded(rows, matrix, weight.scale_inv, spec, plan.grad_output, both=True)
         grad_x = grad_weight = None
         if needs_weight:
-            product = _grad_weight(config, matrix, saved, shared, plan.grad_weight, rows)
-            product = product.mT if spec.transposed else product
-            grad_weight = product if gather is None else gather.start_reduce(product)
+            grad_weight = _grad_weight(config, matrix, saved, shared, plan.grad_weight, rows)
+            grad_weight = grad_weight.mT if spec.transposed else grad_weight
+            if gather is not None:
+                started_reduce = gather.start_reduce(grad_weight)
         if needs_x:
             weight = whole_weight() if weight is None else weight
             weight = weight if ctx.weight.turned else transposed_weight(config, weight)
@@ -271,7 +277,7 @@ class _Linear(torch.autograd.Function):
             grad_x = grad_x if grad_x.dtype == ctx.dtype else grad_x.to(ctx.dtype)
             grad_x = grad_x if len(ctx.shape) == 2 else _reshaped(grad_x, ctx.shape)
         if needs_weight and gather is not None:
-            grad_weight = gather.finish_reduce(grad_weight)
+            grad_weight = gather.finish_reduce(started_reduce)
         return grad_x, grad_weight, None, None, None, None
 
 
@@ -285,9 +291,9 @@ def _quantize(
     record: bool,
     both: bool,
 ) -> Quantized:
-    """Quantize a matrix as "input" or "grad_output", and notify the watcher.
+    """Quantize x [rows, contracted], and notify the watcher.
 
-    The matrix is [rows, contracted].
+    `name` is "input" or "grad_output"; `decided` is the plan's cast, used if x has its shape.
     """
     delayed = spec.input_scale if name == "input" else spec.grad_scale
     if decided is not None and x.shape == decided.shape and x.is_contiguous() and not isinstance(x, GatheredWeight):
@@ -320,11 +326,10 @@ def _quantize_folded(
 def saved_input(
     config: LinearConfig, x: torch.Tensor, operand: Quantized, rows: UngroupedRows
 ) -> torch.Tensor | Quantized:
-    """Return the saved input for the weight's gradient.
+    """Return the form of the input that the weight's gradient needs.
 
-    An operand over rows, or the input [rows, columns].
-
-    Where that gradient is computed in high precision, `fp8_saved_input` keeps the operand of the output instead.
+    This is an operand for a matmul over the rows where the forward can make one, or the input [rows, columns]. If the
+    gradient is computed in high precision, `fp8_saved_input` keeps the operand of the forward instead.
     """
     if operand.transposed is not None:
         return operand.transposed
@@ -337,7 +342,7 @@ def saved_input(
 
 
 def transposed_weight(config: LinearConfig, weight: Quantized) -> Quantized:
-    """Return a weight as the gradient of the input contracts it."""
+    """Return the weight's operand for the gradient of the input."""
     if config.weight.granularity == "mx":  # blocks are along the contracted dimension, and only one plane was gathered
         return quantize_operand(transpose(weight.dequantize()), config.weight)
     return weight.t()
@@ -351,9 +356,9 @@ def _grad_input(
     options: MatmulOptions,
     rows: UngroupedRows,
 ) -> torch.Tensor:
-    """Return dx = dy w [M, K] of a weight as `_transposed`.
+    """Return dx = dy w [M, K].
 
-    Row scales are folded into dy [M, N] before its cast.
+    dy is [M, N], and w a `transposed_weight`. Scales of the weight's rows are folded into dy before its cast.
     """
     if spec.config.shared.folds:
         # dx = sum over n of dy[m, n] * s[n] * codes[n, k]: the scale of a row of w belongs to the dimension that is
@@ -373,9 +378,9 @@ def _grad_weight(
     options: MatmulOptions,
     rows: UngroupedRows,
 ) -> torch.Tensor:
-    """Return dw = dy^T x [N, K], contracted over the rows.
+    """Return dw = dy^T x, [N, K], contracted over the rows.
 
-    In high precision if the recipe disables the casts.
+    The matmul is in high precision if the recipe disables its casts.
     """
     if config.shared.wide_grad_weight:
         # Disabled means for both operands: `Recipe` does not allow a matmul of one.

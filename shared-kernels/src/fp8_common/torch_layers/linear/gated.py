@@ -1,8 +1,8 @@
 """`fp8_gated_mlp`: experts' down(silu(gate) * up) as one differentiable function.
 
-Between its matmuls are FP8 codes alone: the activation is cast where it is computed, the gradients of gate and up too,
-and of the hidden values gate and up are saved, no activation. Codes and results equal `fp8_linear` around
-`fp8_common.numerics.silu_mul` and its gradient, which `fp8_common.numerics.silu_mul_backward` defines.
+Only FP8 codes pass between its matmuls: the activation, and the gradients of gate and up, are cast where they are
+computed. The backward uses saved values of gate and up, and computes the activation again. Codes and results equal
+those of `fp8_linear` around `fp8_common.numerics.silu_mul` and its gradient `fp8_common.numerics.silu_mul_backward`.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ def gates_in_one(config: LinearConfig) -> bool:
     """Return whether a recipe uses one dynamic row-wise cast everywhere."""
     recipe = config.recipe
     recipe_casts = (recipe.input, recipe.grad_output, *config.grad_weight_casts)
-    alike = all((cast.format, cast.policy) == (recipe.input.format, recipe.input.policy) for cast in recipe_casts)
-    return alike and all(
+    equal = all((cast.format, cast.policy) == (recipe.input.format, recipe.input.policy) for cast in recipe_casts)
+    return equal and all(
         (cast.scaling, cast.granularity) == ("dynamic", "rowwise") for cast in (*recipe_casts, recipe.weight)
     )
 
@@ -45,7 +45,7 @@ def gates_in_one(config: LinearConfig) -> bool:
 def takes_gated(x: Any, weights: Sequence[torch.Tensor], specs: Sequence[LinearSpec]) -> bool:
     """Return whether `fp8_gated_mlp` supports an MLP.
 
-    Otherwise `fp8_linear` computes it, one matmul after the other.
+    Use `fp8_linear` for each matmul otherwise.
 
     Args:
         x: The input, after autocast.
@@ -59,7 +59,7 @@ def takes_gated(x: Any, weights: Sequence[torch.Tensor], specs: Sequence[LinearS
         and gates_in_one(specs[0].config)
         and x.dtype == torch.bfloat16
         and 0 < hidden <= LONGEST_ROW
-        and len(needed) == 1  # of weights that are trained in part, less is wanted
+        and len(needed) == 1  # if only some weights are trained, the joint backward would compute unused gradients
         and not has_few_rows(x, weights[0], specs[0].config.min_rows_per_expert)
         and all(spec.gather is None for spec in specs)
     )
@@ -74,18 +74,18 @@ def fp8_gated_mlp(
     record: bool,
     keep_codes: Sequence[bool],
 ) -> torch.Tensor:
-    """Return down(silu(gate) * up) of grouped rows in FP8.
+    """Return down(silu(gate) * up) of rows in groups, in FP8.
 
     It can be differentiated once.
 
     Args:
         x: bfloat16 [rows, in_features], sorted by expert, or `RowCodes`.
         weights: Stacks for gate and up in one, [experts, 2 hidden, in_features], and down, [experts, out_features,
-            hidden]; or gate, up and down. In any state that `spec.weight` takes, for which `takes_gated` is true.
+            hidden]; or gate, up and down. In any state that `spec.weight_operand` takes; `takes_gated` must be true.
         specs: The layer of each weight, all with one config.
         offsets: As of `fp8_linear`.
         record: As of `fp8_linear`.
-        keep_codes: As of `fp8_linear`, of each weight.
+        keep_codes: As of `fp8_linear`, for each weight.
 
     Returns:
         [rows, out_features] in bfloat16.
@@ -109,9 +109,9 @@ def fp8_gated_mlp(
 
 
 class _GatedMlp(torch.autograd.Function):
-    """Matmuls of the MLP and the activation.
+    """The matmuls of the MLP and the activation.
 
-    Arguments are tensors first, except the weights, of which there are two or three.
+    The weights come last because there are two or three of them.
     """
 
     @staticmethod
@@ -131,7 +131,7 @@ class _GatedMlp(torch.autograd.Function):
         x_operand = rows.quantize(x, config.input, None, record=record, both=needs_weights)
         matrices, kept, memory = [], [], []
         for weight, spec, wanted, keep in zip(weights, specs, needed, keep_codes, strict=True):
-            matrix = rows.checked(spec.weight(weight, record, wanted and keep and not plan.compiled))
+            matrix = rows.checked(spec.weight_operand(weight, record, wanted and keep and not plan.compiled))
             tensors, known = remember(weight, matrix, needed=wanted, keep=keep, compiled=plan.compiled)
             matrices.append(matrix)
             memory.append(known)
@@ -160,7 +160,7 @@ class _GatedMlp(torch.autograd.Function):
         matrices = []
         for i, (spec, memory) in enumerate(zip(specs, ctx.memory, strict=True)):
             matrix = recall(memory, others[3 * i : 3 * i + 3], spec.name)
-            matrix = spec.weight(weights[i], False, not ctx.compiled) if matrix is None else matrix
+            matrix = spec.weight_operand(weights[i], False, not ctx.compiled) if matrix is None else matrix
             matrices.append(matrix if memory.turned else transposed_weight(config, matrix))
         *ups, down = matrices
 

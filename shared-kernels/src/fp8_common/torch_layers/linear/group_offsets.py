@@ -1,7 +1,7 @@
 """`GroupOffsets`: layout of row groups; and operations on segments of rows.
 
-They are operators to compilers, and none waits for a GPU. A segment is a run of consecutive rows, int32 [rows], never
-falling.
+Compilers see them as operators, and none waits for a GPU. A segment is a run of consecutive rows. Segments are given as
+int32 [rows], the segment of each row, which never falls.
 """
 
 import itertools
@@ -75,9 +75,9 @@ class GroupOffsets:
         return self.offsets.diff(prepend=self.offsets.new_zeros(1)) > 0
 
     def per_row(self, of_groups: torch.Tensor) -> torch.Tensor:
-        """Return each row's entry of [count, ...], ones without group.
+        """Return each row's entry of [count, ...], as [rows, ...].
 
-        The result is [rows, ...].
+        Rows of no group get ones.
         """
         return torch.cat([of_groups, torch.ones_like(of_groups[:1])]).index_select(0, self.of_row)
 
@@ -92,9 +92,9 @@ class GroupOffsets:
 
     @property
     def padded_rows(self) -> int:
-        """Row count that suffices for padded groups at any offsets.
+        """Number of padded rows that suffices for any offsets.
 
-        The device alone knows the exact number.
+        Only the device knows the exact number.
         """
         return -(-(self.rows + self.count * (PADDED - 1)) // PADDED) * PADDED
 
@@ -120,16 +120,17 @@ class GroupOffsets:
     def places(self) -> torch.Tensor:
         """Return int32 [rows]: each row's place in the padded groups.
 
-        Any place for rows of no group.
+        Rows of no group have arbitrary places.
         """
         starts = self.padded[0] - torch.cat([self.offsets.new_zeros(1), self.offsets[:-1]])
         rows = torch.arange(self.rows, dtype=torch.int32, device=starts.device)
         return rows + starts[self.of_row.clamp(max=self.count - 1)].int()
 
     def blocks(self) -> tuple[torch.Tensor, int]:
-        """Return each row's block, int32 [rows], and their maximum number.
+        """Return each row's block of `BLOCK` rows, and their maximum number.
 
-        A group may begin one more.
+        The blocks are int32 [rows]. Each group begins with a new block, so that its last one may be partial; rows of no
+        group have the maximum number.
         """
         count = self.rows // BLOCK + self.count
         if self._block_of_row is not None:
@@ -158,13 +159,13 @@ def _amax_by_kernel(x: torch.Tensor, segments: torch.Tensor, count: int, per_col
 def segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_column: bool) -> torch.Tensor:
     """Return max |x| over each segment's rows.
 
-    NaN wins; 0 for a segment without rows.
+    The result is NaN if an element of the segment is NaN, and 0 for a segment without rows.
 
     Args:
         x: float16, bfloat16 or float32 [rows, columns].
-        segments: int32 [rows], never falling: the segment of each row; rows with `count` are in none.
+        segments: int32 [rows], never falling: the segment of each row; `count` for rows of no segment.
         count: Number of segments.
-        per_column: For each column on its own.
+        per_column: Whether each column has a separate maximum.
 
     Returns:
         float32 [count], or [count, columns].
@@ -217,21 +218,21 @@ def _columns_by_kernel(
 def group_columns(
     x: torch.Tensor, ends: torch.Tensor, padded_ends: torch.Tensor, rows: int, fmt: Format, policy: ScalePolicy
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the column codes of each group, and scales back.
+    """Return codes of each group's columns and their scales back.
 
-    Codes are stored as rows.
+    The codes of a column are contiguous.
 
     Args:
         x: float16, bfloat16 or float32 [rows of x, columns], contiguous.
         ends: int32 [groups], where each group ends in x.
-        padded_ends: int32 [groups], where each ends in the codes; `GroupOffsets.padded`.
+        padded_ends: int32 [groups], where each group ends in the codes; see `GroupOffsets.padded`.
         rows: `GroupOffsets.padded_rows`.
         fmt: The format.
         policy: The rule for the scales.
 
     Returns:
-        float8 [columns, rows], zeros behind the codes of each group and anything behind the last one; float32
-        [groups, columns].
+        float8 [columns, rows], with zeros after the codes of each group and arbitrary values after the last group;
+        float32 [groups, columns].
     """
     groups = GroupOffsets(ends, x.shape[0])
     scale = casts.scale_from_amax(segment_amax(x, groups.of_row, groups.count, True), fmt, policy)
@@ -296,16 +297,16 @@ def group_rows_and_columns(
 def segment_quantize(
     x: torch.Tensor, segments: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return codes of x with each row's segment scale.
+    """Cast each row with the scale of its segment.
 
-    float32 scales; rows of no segment have any codes.
+    Rows of no segment have arbitrary codes.
 
     Args:
         x: float16, bfloat16 or float32 [rows, columns].
         segments: int32 [rows], as of `segment_amax`.
         scale: float32 [count], or [count, columns].
         fmt: Format of the codes.
-        amax: Of the shape of `scale`; where it is known, it may save a pass.
+        amax: max |x| of the shape of `scale`, which may save a pass over x; None if it is unknown.
     """
     if takes(x, fmt):
         plan = plans().group_cast(*x.shape, len(scale), name_of(x.dtype), fmt, columns=scale.ndim == 2)
@@ -316,9 +317,9 @@ def segment_quantize(
 
 
 def zero_rows(y: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """Return new y with zeros where `keep` is False.
+    """Return y [n, ...] with zeros where `keep`, bool [n], is False.
 
-    y is [n, ...], keep bool [n].
+    y must be a new tensor: it may be changed in place.
     """
     if y.is_contiguous() and launches(y):
         fill_rows_with_zeros(y, keep)
@@ -342,9 +343,13 @@ def _transposed_by_kernel(codes: torch.Tensor, source: torch.Tensor | None) -> t
 def transposed_rows(codes: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:
     """Return contiguous transposed codes in the order of `source`.
 
-    [columns, p] of codes [rows, columns]; zeros for negative entries of [p].
+    Args:
+        codes: float8 [rows, columns].
+        source: int32 [p], the row of each column of the result; a negative entry gives zeros. None keeps the order of
+            the rows, whose number 16 must divide.
 
-    Without `source` in their own order; 16 must divide the rows then.
+    Returns:
+        float8 [columns, p].
     """
     # as bytes, because few operators know float8; the byte 0 is the value 0
     taken = codes.view(torch.uint8)
@@ -356,16 +361,16 @@ def transposed_rows(codes: torch.Tensor, source: torch.Tensor | None) -> torch.T
 
 
 def check_offsets(offsets: torch.Tensor, rows: int) -> None:
-    """Raise for offsets that fall or exceed `rows`.
+    """Raise for offsets on a CPU that fall or exceed `rows`.
 
-    If the host can read them without waiting.
+    Offsets on other devices, which the host would have to wait for, and offsets under a compiler are not checked.
 
     Args:
         offsets: int32 or int64, at least one.
         rows: The number of rows.
 
     Raises:
-        Fp8Error: They do, in eager mode.
+        Fp8Error: The offsets fall, are negative, or exceed `rows`.
     """
     if torch.compiler.is_compiling() or offsets.device.type != "cpu":
         return
@@ -384,16 +389,16 @@ def check_offsets(offsets: torch.Tensor, rows: int) -> None:
 def offsets_fit(offsets: torch.Tensor, rows: int) -> torch.Tensor:
     """Return a bool scalar: whether the offsets are valid.
 
-    At least one, begin at 0 or above, never fall and end at `rows` or before.
+    Valid offsets begin at 0 or above, never fall and end at `rows` or before. There must be at least one.
     """
     return (offsets.diff(prepend=offsets.new_zeros(1)) >= 0).all() & (offsets[-1] <= rows)
 
 
 @operator(lambda y, keep: None, mutates=("y",))
 def fill_rows_with_zeros(y: torch.Tensor, keep: torch.Tensor) -> None:
-    """Zero the entries of `y` whose `keep` is False, in place.
+    """Zero entries of y whose `keep` is False, in place.
 
-    y is [n, ...], keep bool [n]; used if few are zeroed.
+    y is [n, ...], `keep` bool [n]. Entries that are kept are not read, so this is fast where few are zeroed.
     """
     if not (takes(y) and y.is_contiguous()):
         y.masked_fill_(~keep.view(-1, *(1 for _ in y.shape[1:])), 0)

@@ -1,8 +1,8 @@
 """`RowGroups`: rows in consecutive groups, quantized and multiplied separately.
 
-A mixture of experts sorts its tokens by expert; where each expert's tokens end is known on the device alone. Nothing
-here waits for it: every row finds its group by a search in the offsets, and reductions over groups are reductions by
-index. Rows behind the last group belong to none. Their codes are never read, and they take part in no amax.
+A mixture of experts sorts its tokens by expert. Only the device knows where each expert's tokens end, and nothing here
+waits for it: the group of a row is found by a search in the offsets, and reductions over groups are reductions by
+index. Rows after the last group belong to no group. Their codes are never read, and no amax includes them.
 """
 
 import torch
@@ -23,21 +23,26 @@ from fp8_common.torch_layers.sharding.gathered import GatheredWeight, quantized
 
 
 class RowGroups(GroupOffsets, UngroupedRows):
-    """Rows whose groups end at given offsets; weights are stacks.
+    """Rows in groups that end at given offsets.
 
-    Stacks are [groups, out_features, columns].
+    A weight is a stack [groups, out_features, columns], one matrix for each group.
     """
 
     grouped = True
 
     @staticmethod
     def check(offsets: torch.Tensor, rows: torch.Tensor, groups: int) -> None:
-        """Raise for offsets that do not fit rows and groups.
+        """Raise for offsets that do not fit the rows and groups.
 
-        Rows are [rows, columns]; see `RowGroups`.
+        Values of offsets on a GPU are not read; see `checked`.
+
+        Args:
+            offsets: One for each group; see `GroupOffsets`.
+            rows: [rows, columns].
+            groups: Number of groups.
 
         Raises:
-            Fp8Error: With the mismatch. Offsets on a GPU are not read (see `checked`).
+            Fp8Error: `rows` is no matrix, or the offsets have another dtype, shape or device, fall, or exceed the rows.
         """
         if rows.ndim != 2:
             raise Fp8Error(f"Rows in groups must be a matrix [rows, features], got {tuple(rows.shape)}.")
@@ -55,11 +60,10 @@ class RowGroups(GroupOffsets, UngroupedRows):
             group_offsets.check_offsets(offsets, rows.shape[0])
 
     def checked(self, weight: Quantized) -> Quantized:
-        """Return the weight, with NaN scales for invalid offsets.
+        """Return the weight, with NaN scales if offsets are invalid.
 
-        If `check` did not read them.
-
-        To look would wait for the device, and an assertion there would end the process.
+        Offsets on a CPU were checked. Reading others would wait for the device, and an assertion there would end the
+        process.
         """
         if self.known_on_host or not self.count:
             return weight
@@ -76,9 +80,9 @@ class RowGroups(GroupOffsets, UngroupedRows):
         """Quantize [rows, columns], contracted over columns.
 
         Args:
-            x: The rows, or codes with a scale of each row, which are returned.
+            x: The rows; or rows that are quantized already, which are returned.
             cast: How to quantize them.
-            delayed: The state of delayed scaling of each group, where `cast.scaling` is "delayed".
+            delayed: The state of delayed scaling of each group, if `cast.scaling` is "delayed".
             record: Whether delayed scaling observes the groups that have rows.
             both: Whether the columns of each group are quantized too, if one launch does both; row-wise casts alone.
 
@@ -105,9 +109,13 @@ class RowGroups(GroupOffsets, UngroupedRows):
         return Quantized(codes, casts.reciprocal(scale), fmt)
 
     def quantize_folded(self, x: torch.Tensor, weight_inv: torch.Tensor, cast: CastRecipe, *, both: bool) -> Quantized:
-        """Quantize x times the scales of its group's weight rows.
+        """Quantize x times the scales back of the weight's rows.
 
-        float32(x) * float32 scales, [count, N, 1] or transposed. `both` as in `quantize`; columns are not multiplied.
+        Args:
+            x: [rows, N].
+            weight_inv: float32 [count, N, 1] or [count, 1, N]; a row is multiplied by the scales of its group.
+            cast: How to quantize the float32 products.
+            both: As of `quantize`; columns are quantized without these scales.
         """
         fold = weight_inv.flatten(-2)
         if both and self._casts_both(x, cast):
@@ -130,18 +138,18 @@ class RowGroups(GroupOffsets, UngroupedRows):
         return Quantized(codes, row_inv[:, None], fmt, transposed=columns)
 
     def ones(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return neutral scales [count] for a folded weight's codes."""
+        """Return scales of one, [count], for a weight whose scales are folded."""
         return codes.new_ones(self.count, dtype=torch.float32)
 
     def quantize_over_rows(self, x: torch.Tensor, cast: CastRecipe) -> Quantized:
-        """Quantize [rows, columns] for a matmul contracted over group rows.
+        """Quantize [rows, columns] for a matmul contracted over each group's rows.
 
-        For rows received as codes the columns of the decoded values are quantized.
+        Rows that were received as codes are decoded first.
 
         Returns:
             Codes [rows, columns]; scales [count] of tensorwise casts, [count, 1, columns] of row-wise ones (a column is
-            a row of the transposed matrix), or [blocks, columns], where every group begins with a new block. If one
-            launch casts columns, codes [columns, padded rows] and scales [count, columns, 1].
+            a row of the transposed matrix), or [blocks, columns], where each group begins with a new block. Where one
+            launch casts the columns, codes [columns, padded rows] and scales [count, columns, 1].
         """
         if isinstance(x, GatheredWeight):
             x = decoded_rows(x)
@@ -166,7 +174,7 @@ class RowGroups(GroupOffsets, UngroupedRows):
     def matmul(self, a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
         """Return `a`'s rows times their group's matrix, [rows, N].
 
-        Zeros for rows of no group.
+        Rows of no group give zeros.
 
         Args:
             a: [rows, K], from `quantize`.
@@ -178,18 +186,18 @@ class RowGroups(GroupOffsets, UngroupedRows):
     def matmul_over_rows(self, a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
         """Return [count, N, K]: a.T @ b over each group's rows.
 
-        Zeros for an empty group.
+        An empty group gives zeros.
 
         Args:
             a: [rows, N], from `quantize_over_rows`.
-            b: [rows, K], from the same.
+            b: [rows, K], from `quantize_over_rows`.
             options: How to multiply.
         """
         return grouped_matmul.matmul_over_rows(a, b, self, options)
 
     def matmul_wide(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return [count, N, K], a.T @ b over groups, in high precision.
+        """Return a.T @ b over each group's rows, in high precision.
 
-        Of [rows, N] and [rows, K] of one dtype.
+        The result is [count, N, K]. `a` is [rows, N] and `b` [rows, K], of one dtype.
         """
         return grouped_matmul.multiply_over_rows_wide(a, b, self)

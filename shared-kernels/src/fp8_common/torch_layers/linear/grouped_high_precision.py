@@ -75,6 +75,6 @@ def _decoded(spec: Any, weight: torch.Tensor, dtype: torch.dtype, rows: RowGroup
 
     The values are NaN if offsets on a GPU are invalid.
     """
-    operand: Quantized = rows.checked(spec.weight(weight, record, False))
+    operand: Quantized = rows.checked(spec.weight_operand(weight, record, False))
     scale_inv = operand.scale_inv[:, None, None] if operand.scale_inv.ndim == 1 else operand.scale_inv
     return decoding.dequantize(operand.codes, scale_inv, operand.fmt, dtype, operand.block)
