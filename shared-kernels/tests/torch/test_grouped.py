@@ -166,7 +166,7 @@ def wide_loop(recipe, sizes):
     x = torch.randn(sum(sizes) + 3, COLUMNS, generator=generator).bfloat16()
     grad = torch.randn(len(x), ROWS, generator=generator).bfloat16()
     y, grad_x, grad_weight = torch.zeros_like(grad), torch.zeros_like(x), torch.zeros_like(weight)
-    scaled = stack(recipe).weight(weight, False, False)
+    scaled = stack(recipe).weight_operand(weight, False, False)
     own = scaled.scale_inv[:, None, None] if scaled.scale_inv.ndim == 1 else scaled.expanded_scale_inv
     values = (scaled.codes.float() * own).bfloat16()
     end = 0

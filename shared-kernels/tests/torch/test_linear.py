@@ -149,7 +149,7 @@ def test_a_gathered_weight_is_gathered_for_each_matmul(recipe):
     gather = SimpleNamespace(
         send=lambda weight: (weight,),
         start=lambda sent, grad: calls.append("gather" if grad is None else "gather again") or sent[0],
-        finish=here.weight,
+        finish=here.weight_operand,
         start_reduce=lambda grad: calls.append("reduce") or grad,
         finish_reduce=lambda started: calls.append("reduced") or started,
     )

@@ -246,11 +246,9 @@ class _Linear(torch.autograd.Function):
 
         def whole_weight() -> Quantized:
             # Delayed scaling has observed the weight in the forward.
-            return (
-                spec.weight_operand(sent[0], False, not plan.compiled)
-                if gather is None
-                else gather.finish(started, False)
-            )
+            if gather is not None:
+                return gather.finish(started, False)
+            return spec.weight_operand(sent[0], False, not plan.compiled)
 
         shared = None
         if config.shared.one_gradient_scale:
@@ -264,12 +262,11 @@ class _Linear(torch.autograd.Function):
                 # before the matmul that does not need the weight: the gradient is then cast for both at once
                 weight = whole_weight() if weight is None else weight
                 shared = _quantize_folded(rows, matrix, weight.scale_inv, spec, plan.grad_output, both=True)
-        grad_x = grad_weight = None
+        grad_x = grad_weight = reduction = None
         if needs_weight:
             grad_weight = _grad_weight(config, matrix, saved, shared, plan.grad_weight, rows)
             grad_weight = grad_weight.mT if spec.transposed else grad_weight
-            if gather is not None:
-                started_reduce = gather.start_reduce(grad_weight)
+            reduction = None if gather is None else gather.start_reduce(grad_weight)
         if needs_x:
             weight = whole_weight() if weight is None else weight
             weight = weight if ctx.weight.turned else transposed_weight(config, weight)
@@ -277,7 +274,7 @@ class _Linear(torch.autograd.Function):
             grad_x = grad_x if grad_x.dtype == ctx.dtype else grad_x.to(ctx.dtype)
             grad_x = grad_x if len(ctx.shape) == 2 else _reshaped(grad_x, ctx.shape)
         if needs_weight and gather is not None:
-            grad_weight = gather.finish_reduce(started_reduce)
+            grad_weight = gather.finish_reduce(reduction)
         return grad_x, grad_weight, None, None, None, None
 
 
