@@ -101,7 +101,7 @@ def fp8_model_init(
     native = enabled and backend != "te" and not (backend == "auto" and type(recipe).__name__ in _TE_ALONE)
     building = _Building(
         config=_config(recipe, config) if native else None,
-        options={"keeps": release if preserve_high_precision_init_val else None},
+        options={"preserve_until": release if preserve_high_precision_init_val else None},
     )
     token = _building.set(building)
     try:
@@ -155,7 +155,7 @@ def convert_linear(
         raise Fp8Error(f"No nn.Linear layer to convert.{_told(left)} Check module_filter_fn and the model.")
     # By id of the plain weight: layers that share one get one FP8 weight. All of them are held by their layers until
     # they are looked up here, so none can have the id of one that is gone.
-    converted, options = dict[int, nn.Parameter](), {"keeps": release if preserve_high_precision_init_val else None}
+    converted, options = dict[int, nn.Parameter](), {"preserve_until": release if preserve_high_precision_init_val else None}
     for name, own in configurations.items():
         layer: Any = model.get_submodule(name)
         plain = layer.weight
@@ -194,7 +194,7 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
     building = _building.get()
     if is_of_te(module):
         if building is not None:
-            begin(module, building.options["keeps"])
+            begin(module, building.options["preserve_until"])
         on_parameter(module, name, parameter)
         return None
     if building is None or building.config is None:

@@ -134,7 +134,7 @@ class PrimaryFloat8Linear(nn.Linear):
         if held is None or (held.shape, held.dtype, held.device) != (plain.shape, plain.dtype, plain.device):
             options = self.weight_options
             if isinstance(held, PrimaryFloat8Weight):
-                options = {"keeps": held.state.keeps}
+                options = {"preserve_until": held.state.preserve_until}
             self.hold(new_weight(plain, self.config, options))
             held = self._parameters["weight"]
             assert held is not None  # noqa: S101  just made
@@ -279,4 +279,4 @@ def _moved(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> 
     if local is None or wanted.dtype == tensor.dtype:
         return moved
     part = dataclasses.replace(local.state.part, dtype=wanted.dtype)
-    return distributed_like(moved, PrimaryFloat8Weight(local._codes, local.state.around(local.state.codes, part=part)))
+    return distributed_like(moved, PrimaryFloat8Weight(local._codes, local.state.with_codes(local.state.codes, part=part)))

@@ -71,11 +71,11 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None) -> Memor
     if isinstance(optimizer, MasterOptimizer):
         masters = sum(local_of(master).nbytes for master in optimizer.masters())
     return MemoryReport(
-        parameters=sum(weight.own_codes.numel() for weight in weights.values()),
-        codes=sum(weight.own_codes.nbytes for weight in weights.values()),
+        parameters=sum(weight.local_codes.numel() for weight in weights.values()),
+        codes=sum(weight.local_codes.nbytes for weight in weights.values()),
         scales=sum(weight.scale_bytes for weight in weights.values()),
-        copies=sum(0 if weight.start is None else weight.start.nbytes for weight in weights.values()),
-        displaced=sum(weight.displaced_bytes for weight in weights.values()),
+        copies=sum(0 if weight.unrounded is None else weight.unrounded.nbytes for weight in weights.values()),
+        displaced=sum(weight.previous_state_bytes for weight in weights.values()),
         masters=masters,
         optimizer_state=sum(nbytes for name, nbytes in state if name != MASTER),
         other_parameters=sum(local_of(p).nbytes for p in model.parameters() if id(p) not in weights),

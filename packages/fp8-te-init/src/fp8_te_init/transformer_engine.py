@@ -23,7 +23,7 @@ from fp8_te_init.errors import StaleInitError
 from fp8_te_init.weight.state import Record, Release, WeightState
 from fp8_te_init.weight.tensor import primary_of
 
-KEEPS = "_fp8_keeps"
+PRESERVE_UNTIL = "_fp8_preserve_until"
 """The attribute of a tensor that holds when its copy is dropped."""
 
 PER_TENSOR, BLOCKS, MX = "Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor"
@@ -110,10 +110,10 @@ class TeWeight:
     @property
     def device(self) -> torch.device:
         """Device of the codes."""
-        return self.own_codes.device
+        return self.local_codes.device
 
     @property
-    def own_codes(self) -> torch.Tensor:
+    def local_codes(self) -> torch.Tensor:
         """uint8 [n, columns], the rows that are held here."""
         data = self._tensor._data if self._kind == PER_TENSOR else self._tensor._rowwise_data
         if data is None:
@@ -137,8 +137,8 @@ class TeWeight:
     def values(self) -> torch.Tensor:
         """Return float32 [n, columns], dequantized."""
         if self._kind != PER_TENSOR:
-            return self._tensor.dequantize(dtype=torch.float32).view(self.own_codes.shape)
-        return decoding.values(self.own_codes.view(torch_dtype(self.fmt)), self.fmt) * self.expanded_scale_inv()
+            return self._tensor.dequantize(dtype=torch.float32).view(self.local_codes.shape)
+        return decoding.values(self.local_codes.view(torch_dtype(self.fmt)), self.fmt) * self.expanded_scale_inv()
 
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
         """Return uint8 codes of values [n, columns] by the tensor's own quantizer.
@@ -148,17 +148,17 @@ class TeWeight:
         """
         if self._kind != PER_TENSOR:
             made = self._tensor._quantizer(values.to(self.dtype).view(self._tensor.shape))
-            return made._rowwise_data.view(torch.uint8).view(self.own_codes.shape)
+            return made._rowwise_data.view(torch.uint8).view(self.local_codes.shape)
         inverse = self.expanded_scale_inv()
         nearest = casts.reciprocal(inverse)
         # rounding makes the reciprocal of the reciprocal another number at times, at most one step on either side
         others = [torch.nextafter(nearest, torch.full_like(nearest, end)) for end in (0.0, torch.inf)]
         known = getattr(self._tensor._quantizer, "scale", None)
         others += [] if known is None else [known.detach().reshape(()).to(inverse.device)]
-        codes = torch.empty_like(self.own_codes)
+        codes = torch.empty_like(self.local_codes)
         for scale in [nearest, *(other for other in others if torch.equal(casts.reciprocal(other), inverse))]:
             codes = casts.quantize(values, scale, self.fmt).view(torch.uint8)
-            if torch.equal(codes, self.own_codes):
+            if torch.equal(codes, self.local_codes):
                 break
         return codes
 
@@ -168,18 +168,18 @@ class TeWeight:
         Raises:
             StaleInitError: It does not quantize to the present codes.
         """
-        values = self.start
+        values = self.unrounded
         if values is None:
             return None
         if type(values) is not torch.Tensor or not torch.equal(
-            self.quantized(values.view(self.own_codes.shape).to(self.device)), self.own_codes
+            self.quantized(values.view(self.local_codes.shape).to(self.device)), self.local_codes
         ):
             raise StaleInitError(
                 f"TransformerEngine's copy of a weight {tuple(self.full_shape)} does not quantize to its present "
                 "codes: it was changed, or initialized a second time. Reset parameters on the meta device "
                 "alone, or name a fallback."
             )
-        return values.view(self.own_codes.shape)
+        return values.view(self.local_codes.shape)
 
     def best_values(self) -> torch.Tensor:
         """Return unrounded values if known, else rounded, on the codes' device."""
@@ -195,13 +195,13 @@ class TeWeight:
         get = getattr(self._tensor, "get_high_precision_init_val", None)
         return None if get is None else get()
 
-    displaced: None = None
-    displaced_bytes = 0
+    previous_state: None = None
+    previous_state_bytes = 0
 
     @property
     def keeps(self) -> Release | None:
         """When its copy is dropped."""
-        return getattr(self._tensor, KEEPS, "seed")
+        return getattr(self._tensor, PRESERVE_UNTIL, "seed")
 
     @property
     def master(self) -> Any:
@@ -217,14 +217,14 @@ class TeWeight:
         """The master, if it is alive."""
         return None if self.master is None else self.master[0]()
 
-    def after_forward(self, keeps: Release | None) -> None:
+    def after_forward(self, preserve_until: Release | None) -> None:
         """Drop the copy if no living master needs it."""
-        if keeps == "forward" or (keeps == "seed" and self.live_master is None):
+        if preserve_until == "forward" or (preserve_until == "seed" and self.live_master is None):
             self.release()
 
     def release(self) -> int:
         """Clear TransformerEngine's copy; return its bytes."""
-        held = self.start
+        held = self.unrounded
         if held is None:
             return 0
         self._tensor.clear_high_precision_init_val()
@@ -252,7 +252,7 @@ class TeWeight:
         )
         bits = self.amax_bits(values) if bits is None else bits
         scale = casts.scale_from_amax(_ONE_SCALE.amax(bits, self.full_shape), self.fmt, policy)
-        self.own_codes.copy_(casts.quantize(values, scale, self.fmt).view(torch.uint8))
+        self.local_codes.copy_(casts.quantize(values, scale, self.fmt).view(torch.uint8))
         tensor._scale_inv.copy_(casts.reciprocal(scale).reshape(tensor._scale_inv.shape))
         tensor._transpose_invalid = True
         known = getattr(quantizer, "scale", None)

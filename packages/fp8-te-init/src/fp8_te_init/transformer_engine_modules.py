@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fp8_common import Fp8Error
 from fp8_common.torch.compat import local_of
 from fp8_common.torch_layers.sharding import fsdp
-from fp8_te_init.transformer_engine import KEEPS, TeWeight, fp8_of, kind_of
+from fp8_te_init.transformer_engine import PRESERVE_UNTIL, TeWeight, fp8_of, kind_of
 from fp8_te_init.weight.state import Release
 
 logger = logging.getLogger(__name__)
@@ -31,13 +31,13 @@ class _Built:
     """Recorded facts about a module.
 
     Attributes:
-        keeps: When copies of the values before rounding are dropped; None if there are none.
+        preserve_until: When copies of the values before rounding are dropped; None if there are none.
         names: The parameters that are FP8 weights.
         holds: Whether any of them may have a copy, or was not looked at in a forward yet.
     """
 
-    def __init__(self, keeps: Release | None) -> None:
-        self.keeps, self.names, self.holds = keeps, set[str](), False
+    def __init__(self, preserve_until: Release | None) -> None:
+        self.preserve_until, self.names, self.holds = preserve_until, set[str](), False
 
 
 def is_of_te(module: nn.Module) -> bool:
@@ -45,10 +45,10 @@ def is_of_te(module: nn.Module) -> bool:
     return any(cls.__module__.partition(".")[0] == "transformer_engine" for cls in type(module).__mro__)
 
 
-def begin(module: nn.Module, keeps: Release | None) -> None:
+def begin(module: nn.Module, preserve_until: Release | None) -> None:
     """Remember a module that is being built; its first parameter comes."""
     if _BUILT not in module.__dict__:
-        module.__dict__[_BUILT] = _Built(keeps)
+        module.__dict__[_BUILT] = _Built(preserve_until)
         module.register_forward_hook(_after_forward)
 
 
@@ -64,7 +64,7 @@ def on_parameter(module: nn.Module, name: str, parameter: torch.Tensor) -> None:
     if kind_of(parameter) is not None:
         built.names.add(name)
         built.holds = True
-        setattr(local_of(parameter), KEEPS, built.keeps)
+        setattr(local_of(parameter), PRESERVE_UNTIL, built.preserve_until)
     elif name in built.names and isinstance(parameter, DTensor):
         raise Fp8Error(_lost(f"{type(module).__name__}.{name}", parameter))
     else:
@@ -109,5 +109,5 @@ def _after_forward(module: nn.Module, *_: Any) -> None:
             _warn(_lost(f"{type(module).__name__}.{name}", parameter))
     weights = [weight for each in parameters.values() if isinstance(weight := fp8_of(each), TeWeight)]
     for weight in weights:
-        weight.after_forward(built.keeps)
-    built.holds = any(weight.start is not None for weight in weights)
+        weight.after_forward(built.preserve_until)
+    built.holds = any(weight.unrounded is not None for weight in weights)

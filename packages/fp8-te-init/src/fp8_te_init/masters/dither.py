@@ -21,7 +21,7 @@ def dithered(weight: "WeightState | TeWeight", *, seed: int, name: str) -> torch
 
     They depend on seed, name and place in the weight alone: every number of ranks draws the same.
     """
-    codes = weight.own_codes
+    codes = weight.local_codes
     raw, below, above = (torch.from_numpy(table).to(codes.device)[codes.int()] for table in _cells(weight.fmt))
     first = weight.first_row * codes.shape[1]
     share = torch.from_numpy(_uniforms(seed, name, first, first + codes.numel())).view(codes.shape).to(codes.device)

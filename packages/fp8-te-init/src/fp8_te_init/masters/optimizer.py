@@ -129,7 +129,7 @@ class MasterOptimizer(Optimizer):
             self._kinds[parameter] = "native" if isinstance(weight, WeightState) else kind_of(parameter)
             if low and parameter.requires_grad and parameter not in self._masters:
                 master = None if weight is None else weight.live_master
-                if master is None and weight is not None and weight.start is None:
+                if master is None and weight is not None and weight.unrounded is None:
                     rounded += 1
                     cure = f" {ORDER}" if isinstance(weight, TeWeight) and isinstance(parameter, DTensor) else cure
                 self._masters[parameter] = new_master(parameter) if master is None else master
@@ -167,7 +167,7 @@ class MasterOptimizer(Optimizer):
         for old, parameter in exchanged(
             [(ours["params"], len(inner_group["params"])) for ours, inner_group in pairs], self._kinds
         ):
-            self._take_over(old, parameter)
+            self._transfer(old, parameter)
         for ours, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner_group["params"] = [self._masters.get(parameter, parameter) for parameter in ours["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -176,7 +176,7 @@ class MasterOptimizer(Optimizer):
         self._agreed = {parameter: self._agreed[parameter] for parameter in self._masters}
         self._publish()
 
-    def _take_over(self, old: torch.Tensor, new: torch.Tensor) -> None:
+    def _transfer(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Move master and state from an old parameter to its replacement."""
         before = self._masters.get(old, old)
         self._with_masters({"params": [new]})
@@ -192,7 +192,7 @@ class MasterOptimizer(Optimizer):
                 weight.quantized(rounded if self._round_through_dtype else values) if weight is not None else rounded
             )
             # else something was written to it in between
-            if torch.equal(quantized, local_of(new).detach() if weight is None else weight.own_codes):
+            if torch.equal(quantized, local_of(new).detach() if weight is None else weight.local_codes):
                 local.copy_(values)
             self._agree(new)
 
@@ -276,7 +276,7 @@ class MasterOptimizer(Optimizer):
                 written.add(id(local_of(parameter)))
         self.reductions += quantize_together(waiting, record=record)
         for weight, *_ in waiting:
-            weight.displaced = None
+            weight.previous_state = None
         if written:
             _reshard(written)
         for parameter, local, weight in trained:
@@ -317,7 +317,7 @@ class MasterOptimizer(Optimizer):
             if (known is None and not stepping) or known == (0 if isinstance(weight, WeightState) else weight.version):
                 continue
             values = local.to(parameter.dtype) if self._round_through_dtype else local
-            if not torch.equal(weight.quantized(values), weight.own_codes):
+            if not torch.equal(weight.quantized(values), weight.local_codes):
                 local.copy_(weight.best_values())
                 restarted += 1
             self._agree(parameter)
@@ -353,7 +353,7 @@ class MasterOptimizer(Optimizer):
         trained = self._trained()
         self._follow_writes(trained, stepping=True)
         self._share_options()
-        self._hand_over()
+        self._assign_gradients()
         # `torch.distributed.checkpoint` makes such a step to have the optimizer build its state: no value changes, and
         # codes that were loaded just before have to stay.
         rates = [float(group.get("lr", 1)) for group in self.param_groups]
@@ -370,7 +370,7 @@ class MasterOptimizer(Optimizer):
         else:
             self._write_back("step", trained)
             for _, _, weight in trained:  # the values before rounding of the weights that the step has changed
-                if weight is not None and weight.keeps not in (None, "manual"):
+                if weight is not None and weight.preserve_until not in (None, "manual"):
                     weight.release()
         self._publish()
         return loss
@@ -388,12 +388,12 @@ class MasterOptimizer(Optimizer):
                 self._write_back("nothing")
             with torch.enable_grad():
                 loss = closure()
-            self._hand_over()
+            self._assign_gradients()
             return loss
 
         return evaluate
 
-    def _hand_over(self) -> None:
+    def _assign_gradients(self) -> None:
         """Give the masters the gradients of their parameters."""
         for group in self.param_groups:
             for parameter in group["params"]:

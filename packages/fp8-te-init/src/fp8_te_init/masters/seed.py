@@ -170,7 +170,7 @@ def _values(
     if values is not None:
         return values, "init"
     if fallback is None:
-        if isinstance(weight, TeWeight) and weight.own_codes.shape[0] != weight.full_shape[0]:
+        if isinstance(weight, TeWeight) and weight.local_codes.shape[0] != weight.full_shape[0]:
             raise MissingInitError(f"TransformerEngine's copy of {name} did not survive fully_shard. {ORDER}")
         raise MissingInitError(
             f"The values before rounding of {name} are not known. Build the model in "

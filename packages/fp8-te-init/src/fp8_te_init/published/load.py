@@ -354,22 +354,22 @@ def _fill(files: Checkpoint, part: Part, tensor: torch.Tensor) -> set[str]:
         own = _part_of_plain(tensor, part)
         if own is not None:
             local, offset = own
-            _tell_of_rounding(files, part.name, local)
+            _warn_of_rounding(files, part.name, local)
             rows = files.read(part.name, offset[0], offset[0] + len(local)) if local.ndim else files.read(part.name)
             inner = tuple(slice(low, low + size) for low, size in zip(offset[1:], local.shape[1:], strict=True))
             local.copy_(rows[(slice(None), *inner)] if local.ndim else rows)
         return {part.name}
     codes = _part_of_codes(weight.stored, part)
     if codes is not None:
-        own_codes, first = codes
-        own_codes.copy_(files.read(part.name, first, first + len(own_codes)).view(torch.uint8))
+        local_codes, first = codes
+        local_codes.copy_(files.read(part.name, first, first + len(local_codes)).view(torch.uint8))
     target = _scale_of(weight.stored, part)
     read = files.read(layout.scale).view(target.dtype)
     target.copy_(read.reshape(target.shape) if read.numel() == target.numel() else read.reshape(-1))
     return {part.name, layout.scale}
 
 
-def _tell_of_rounding(files: Checkpoint, name: str, tensor: torch.Tensor) -> None:
+def _warn_of_rounding(files: Checkpoint, name: str, tensor: torch.Tensor) -> None:
     dtype = DTYPES[files.entries[name].dtype]
     if dtype != tensor.dtype and torch.promote_types(dtype, tensor.dtype) != tensor.dtype:
         logger.warning("%s is %s in the file and %s in the model: it is rounded.", name, dtype, tensor.dtype)
