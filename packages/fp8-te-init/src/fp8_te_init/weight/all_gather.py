@@ -23,7 +23,7 @@ from fp8_te_init.weight.state import Record, WeightState
 
 
 class Quantizable(Protocol):
-    """FP8 rows that can be quantized again: `WeightState`, or `TeWeight` for TransformerEngine's tensors."""
+    """FP8 rows that can be quantized again: a `WeightState` or `TeWeight`."""
 
     def amax_bits(self, values: torch.Tensor) -> torch.Tensor:
         """Return amax bits, int32 [k], whose MAX over ranks determines the scales.

@@ -1,6 +1,7 @@
-"""State dicts of FP8 weights: codes as uint8 [rows, 1, columns], scales and history as buffers.
+"""State dicts of FP8 weights: codes as values, scales as buffers.
 
-torch saves, loads, moves and broadcasts these like any tensor. No weight of a linear layer has three dimensions, so a
+Codes are uint8 [rows, 1, columns]; scales and histories are buffers of the layer. torch saves, loads, moves and
+broadcasts these like any tensor. No weight of a linear layer has three dimensions, so a
 model without FP8 raises instead of loading codes as values. A checkpoint of the unconverted model loads too: its values
 are quantized and become the new unrounded values. A state dict never contains unrounded values.
 """
@@ -33,9 +34,9 @@ def is_scale(name: str) -> bool:
 
 
 def show_scales(module: nn.Module, name: str = "weight") -> None:
-    """Register scales and history of an FP8 parameter as buffers, and state-dict hooks.
+    """Register buffers and state-dict hooks of an FP8 parameter.
 
-    Call it again after the tensors of the weight were replaced, for example by `swap_tensors`.
+    The buffers are its scales and, with delayed scaling, its history. Call this function again after the tensors of the weight were replaced, for example by `swap_tensors`.
 
     Args:
         module: The module that holds the parameter.
@@ -55,7 +56,7 @@ def show_scales(module: nn.Module, name: str = "weight") -> None:
 
 
 def _before_saving(name: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Agree on scales of written shards before a save, and refresh the buffers.
+    """Agree on scales of written shards before a save; refresh buffers.
 
     Raises:
         Fp8Error: If the scales were overwritten without the codes.
@@ -71,7 +72,7 @@ def _before_saving(name: str, module: nn.Module, prefix: str, keep_vars: bool) -
 
 
 def _codes_out(name: str, module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    """Replace the weight in a state dict by a view of its codes."""
+    """Replace the weight in a state dict with its codes."""
     value: Any = state_dict.get(f"{prefix}{name}")
     primary = primary_of(value)
     if primary is not None and primary.is_meta:
@@ -96,7 +97,7 @@ def _codes_out(name: str, module: nn.Module, state_dict: dict, prefix: str, loca
 
 
 def _codes_in(name: str, module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *rest: Any) -> None:
-    """Prepare a state dict with codes, values or an FP8 weight for loading."""
+    """Prepare given codes, values or an FP8 weight for loading."""
     key, parameter = f"{prefix}{name}", cast("torch.Tensor", module._parameters.get(name))
     given, primary = state_dict.get(key), primary_of(parameter)
     if primary is None or not isinstance(given, torch.Tensor):
@@ -131,7 +132,7 @@ def _codes_in(name: str, module: nn.Module, state_dict: dict, prefix: str, local
 def _assigned(
     state: WeightState, given: torch.Tensor, scale: torch.Tensor | None, history: torch.Tensor | None = None
 ) -> PrimaryFloat8Weight:
-    """Return an FP8 weight like `state` on given codes and scales, or of given values."""
+    """Return an FP8 weight on given codes, or of given values."""
     if given.is_floating_point():
         codes = torch.zeros(given.shape, dtype=torch.uint8, device=given.device)
         fresh = state.with_codes(codes, part=dataclasses.replace(state.part, dtype=given.dtype), gather_requires=None)

@@ -1,4 +1,4 @@
-"""`Part`: cast, dtype and shape of a weight, and its first local row."""
+"""`Part`: cast, dtype, shape and first local row of a weight."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from fp8_common.torch_layers.sharding.scale_grid import Region, ScaleGrid
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Identity of a weight and of its local rows, which writes do not change.
+    """Identity of a weight and its local rows, independent of its values.
 
     Attributes:
         grid: Cast of the weight, and the positions of its scales.

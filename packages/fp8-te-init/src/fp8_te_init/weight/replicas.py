@@ -60,7 +60,7 @@ def _sent(state: WeightState) -> list[torch.Tensor]:
 
 
 def _check_equal_layouts(states: list[WeightState], group: dist.ProcessGroup, source: int) -> None:
-    """Raise on all ranks if the weights of any rank differ in shape, rows or cast."""
+    """Raise on all ranks if weights differ in shape, rows or cast."""
     described = [(tuple(s.codes.shape), s.part) for s in states]
     received = [described]
     dist.broadcast_object_list(received, source, group=group)
@@ -72,9 +72,9 @@ def _check_equal_layouts(states: list[WeightState], group: dist.ProcessGroup, so
 
 
 def _check_masters(states: list[WeightState], group: dist.ProcessGroup, source: int) -> None:
-    """Raise on all ranks if the broadcast would change a weight that has a master.
+    """Raise on all ranks if the broadcast would change weights with masters.
 
-    Such a master would restart from rounded values, on some ranks only.
+    Such masters would restart from rounded values, on some ranks only.
     """
     owned = [state.live_master is not None and dist.get_rank() != source for state in states]
     if not _any_rank(any(owned), group):
@@ -93,14 +93,14 @@ def _check_masters(states: list[WeightState], group: dist.ProcessGroup, source: 
 
 
 def _any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
-    """Return whether a flag is set on any rank; all ranks call it."""
+    """Return whether a flag is set on any rank of the group."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
     (flags,), _ = max_over_ranks([torch.tensor([flag], dtype=torch.int32, device=device)], group)
     return bool(flags.item())
 
 
 def _broadcast_unrounded(state: WeightState, group: dist.ProcessGroup, source: int) -> torch.Tensor | None:
-    """Return the unrounded values of `source`, None if it has none; broadcast its gather requirement."""
+    """Return the unrounded values of `source` or None; copy its gather requirement."""
     needs_agreement = state.gather_requires == "agreement"
     header = torch.tensor([state.unrounded is not None, needs_agreement], dtype=torch.int32, device=state.device)
     dist.broadcast(header, source, group=group)
@@ -118,7 +118,7 @@ def _broadcast_unrounded(state: WeightState, group: dist.ProcessGroup, source: i
 
 
 def _on_module(owner: nn.Module, name: str, module: nn.Module) -> None:
-    """Broadcast the FP8 weights of a module that DDP wraps, before DDP broadcasts it.
+    """Broadcast FP8 weights before DDP broadcasts the module that it wraps.
 
     DDP sends dequantized values, without the unrounded ones; after this broadcast they are equal on all ranks. The
     scales, which are buffers, are excluded from DDP's broadcasts before each forward.

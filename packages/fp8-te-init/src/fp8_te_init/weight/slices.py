@@ -30,9 +30,9 @@ class _Slice:
 
     @property
     def rows(self) -> torch.Tensor:
-        """Rows [k, columns] that contain the elements, with zeros for elements on other ranks.
+        """Rows [k, columns] that contain the elements.
 
-        The zeros do not change an amax.
+        Elements of other ranks are zeros, which do not change an amax.
         """
         columns, count = self.state.full_shape[1], self.values.numel()
         if not count:
@@ -156,7 +156,7 @@ def _slice_of(weight: torch.Tensor, values: torch.Tensor | None, first: int | No
 
 
 def _check_slices(problem: Fp8Error | None, table: list, shapes: list[tuple[int, ...]]) -> None:
-    """Raise on all ranks if any rank has an error or the slices do not fit together.
+    """Raise on all ranks for an error or inconsistent slices.
 
     Args:
         problem: Error of this rank.

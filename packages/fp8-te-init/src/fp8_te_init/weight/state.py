@@ -74,7 +74,7 @@ class WeightState:
 
     @classmethod
     def empty(cls, like: torch.Tensor, cast: CastRecipe, preserve_until: Release | None = None) -> "WeightState":
-        """Return the state of a whole weight of zeros, like `like` [rows, columns]."""
+        """Return the state of a whole weight of zeros, like `like`."""
         window, grid = cast.policy.history, ScaleGrid(cast)  # the window is 0 unless scaling is delayed
         return cls(
             part=Part(grid=grid, dtype=like.dtype, full_shape=like.shape),
@@ -134,7 +134,7 @@ class WeightState:
 
     @property
     def sharded(self) -> bool:
-        """True if other ranks may hold rows, so that the ranks must agree on scales."""
+        """True if other ranks may hold rows of the weight."""
         return self.part.first_row is not None
 
     @property
@@ -367,7 +367,11 @@ class WeightState:
         if master is None:
             self.previous_state = None
         elif replaces or self.previous_state is None:
-            snapshot = {"unrounded": local_of(master).detach().clone(), "master": self.master, "previous_state": self.previous_state}
+            snapshot = {
+                "unrounded": local_of(master).detach().clone(),
+                "master": self.master,
+                "previous_state": self.previous_state,
+            }
             self.previous_state = self.with_codes(self.codes.clone(), **snapshot)
 
     def follow_codes(self) -> None:
@@ -380,7 +384,7 @@ class WeightState:
             self.unrounded = None
 
     def _set_master_of_codes(self) -> None:
-        """Set the master from the most exact values that are known for the codes."""
+        """Set the master to the most exact known values of the codes."""
         if self.unrounded is not None:
             self._set_master(self.unrounded)
             return
@@ -421,7 +425,7 @@ class WeightState:
         return self.unrounded
 
     def best_values(self) -> torch.Tensor:
-        """Return the most exact values that are known, on the device of the codes.
+        """Return the most exact known values, on the device of the codes.
 
         These are the unrounded values, else a master that quantizes to the codes, else the dequantized values.
         """
@@ -433,9 +437,9 @@ class WeightState:
         return self.values() if values is None else values.to(self.device)
 
     def release(self) -> int:
-        """Drop the unrounded values, preserve none from now on, and return their bytes.
+        """Drop the unrounded values and return their bytes.
 
-        Values that the ranks need to agree on scales are kept until then, and 0 is returned.
+        No values are preserved from now on. Values that the ranks need to agree on scales are kept until then, and 0 is returned.
         """
         values, self.preserve_until = self.unrounded, None
         if values is None or self.gather_requires == "agreement":
@@ -465,7 +469,7 @@ class WeightState:
             self.gather_requires = "check"
 
     def check(self) -> None:
-        """Complete a load of codes and scales; raise if one of them was written alone.
+        """Complete a load; raise if codes or scales were written alone.
 
         Raises:
             Fp8Error: If codes were loaded without their scales, or scales were overwritten without their codes.
@@ -484,7 +488,7 @@ class WeightState:
             self.follow_codes()
 
     def follow_loads(self) -> None:
-        """Complete a load if both codes and scales have been written; do not raise."""
+        """Complete a load if both codes and scales have been written."""
         if self.problem is None:
             self.check()
 
@@ -510,7 +514,11 @@ class WeightState:
             return None
         if self.codes_changed and not self.scales_changed:
             return CODES_ALONE
-        if self.scales_changed and not self.codes_changed and not torch.equal(casts.reciprocal(self.scale), self.scale_inv):
+        if (
+            self.scales_changed
+            and not self.codes_changed
+            and not torch.equal(casts.reciprocal(self.scale), self.scale_inv)
+        ):
             return SCALES_ALONE
         return None
 

@@ -302,7 +302,7 @@ def _is_codes(source: object) -> bool:
 
 
 def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFloat8Weight:
-    """Copy codes to a weight; from another FP8 weight, all of its state.
+    """Copy codes, or the state of another FP8 weight, to a weight.
 
     Args:
         target: The weight.
@@ -393,7 +393,7 @@ def _fp8_result(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dic
 
 
 def _write(func: Any, args: tuple, kwargs: dict, written: list[PrimaryFloat8Weight]) -> Any:
-    """Run an operator on the values of the weights it writes, then quantize them."""
+    """Run an operator that writes to weights on values; quantize the results."""
     # one buffer of values for each storage: several views of it in one operator (foreach) must see each other's writes
     states = {id(weight._state): weight._state for weight in written}
     if any(state.codes.is_meta for state in states.values()):
@@ -427,7 +427,7 @@ def _values_to_change(state: WeightState, replaces: bool) -> torch.Tensor:
 
 
 def _warn_if_codes_only(func: Any, states: list[WeightState]) -> None:
-    """Warn if an operator changes a weight of which only the codes are known."""
+    """Warn if an operator changes a weight with codes alone."""
     if any(state.unrounded is None and state.live_master is None for state in states):
         warn_of_rounding(func.overloadpacket.__name__)
 
