@@ -77,22 +77,23 @@ def fp8_model_init(
     """Build linear layers with FP8 primary weights inside of this context.
 
     The first arguments, and their defaults, are those of TransformerEngine's context manager. The context applies to
-    `nn.Linear`, but not to its subclasses, and to the modules of TransformerEngine if it is imported. It is local to the
-    thread or asynchronous task that enters it. On the meta device nothing is allocated: `to_empty`, then
+    `nn.Linear`, but not to its subclasses, and to the modules of TransformerEngine if it is imported. It is local to
+    the thread or asynchronous task that enters it. On the meta device nothing is allocated: `to_empty`, then
     `reset_parameters`, initializes the weights, also after `fully_shard`.
 
     Args:
         enabled: Whether to build FP8 weights. False disables FP8 inside of another such context, too.
         recipe: Casts of the weight and of the other operands of its matmuls: a name, a `Recipe`, its dictionary, or a
-            recipe object of TransformerEngine; "tensorwise" by default. Delayed scaling applies to native weights alone:
-            their activations and gradients always use current scaling. MX and NVFP4 recipes need TransformerEngine.
+            recipe object of TransformerEngine; "tensorwise" by default. Delayed scaling applies to native weights
+            alone: their activations and gradients always use current scaling. MX and NVFP4 recipes need
+            TransformerEngine.
         preserve_high_precision_init_val: Whether to keep a copy of the unrounded values on the host until masters are
             initialized from them: 2 or 4 bytes per element of this rank's rows. False by default, as in
             TransformerEngine.
         release: When to drop the preserved values, also in TransformerEngine's modules. "seed": in `seed_masters`, in
             the first step of a `MasterOptimizer` that trains the weight, or, if no `MasterOptimizer` has a master of
-            it, after the first forward. "forward": after the first forward. "manual": only in
-            `clear_high_precision_init_val`.
+            it, after the first forward. "forward": after the first forward. "manual": in
+            `clear_high_precision_init_val` and in `seed_masters` alone.
         backend: "native" for `nn.Linear` alone, "te" for TransformerEngine's modules alone, "auto" for both.
         config: Configuration of the native layers, instead of a recipe.
 
@@ -107,7 +108,6 @@ def fp8_model_init(
         >>> with fp8_model_init(preserve_high_precision_init_val=True):
         ...     layer = torch.nn.Linear(64, 32)
         >>> layer.weight
-        Parameter containing:
         PrimaryFloat8Weight(shape=(32, 64), e4m3, dtype=torch.float32)
         >>> layer.weight.get_high_precision_init_val().shape
         torch.Size([32, 64])
@@ -145,7 +145,7 @@ def convert_linear(
     release: Release = "seed",
     module_filter_fn: ModuleSelection = None,
 ) -> nn.Module:
-    """Convert the `nn.Linear` layers of a model to FP8 primary weights, in place.
+    """Convert a model's `nn.Linear` layers to FP8 primary weights, in place.
 
     Call it before `fully_shard` and before the optimizer is created: the weights become new parameters. Subclasses of
     `nn.Linear`, parametrized layers and layers that share their weight with other modules are not converted.
@@ -184,9 +184,11 @@ def convert_linear(
     _check_choice("release", release, Release)
     configurations, skipped = _select(model, module_filter_fn, config)
     if not configurations:
-        raise Fp8Error(f"No nn.Linear layer to convert.{_skipped_layers(skipped)} Check module_filter_fn and the model.")
-    # By id of the plain weight, so that layers that share a weight share the FP8 weight. An id cannot be reused, because
-    # a layer holds its plain weight until the weight is looked up here.
+        raise Fp8Error(
+            f"No nn.Linear layer to convert.{_skipped_layers(skipped)} Check module_filter_fn and the model."
+        )
+    # By id of the plain weight, so that layers that share a weight share the FP8 weight. An id cannot be reused,
+    # because a layer holds its plain weight until the weight is looked up here.
     converted, options = (
         dict[int, nn.Parameter](),
         {"preserve_until": release if preserve_high_precision_init_val else None},
@@ -220,7 +222,7 @@ def _log(count: int, skipped: str, *, is_model: bool) -> None:
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    """Return an FP8 weight for the weight of a layer under construction, else None.
+    """Return an FP8 weight for a layer under construction, else None.
 
     The FP8 weight holds zeros. Its values come from `reset_parameters`, which the constructor of `nn.Linear` calls
     after it has registered the parameters; `adopt` has changed the class of the layer by then, so that the method of
@@ -331,7 +333,7 @@ def _other_users(model: nn.Module) -> dict[int, str]:
 
 
 def _skipped_layers(skipped: dict[str, str]) -> str:
-    """Return a sentence with up to three layers and their reasons, "" for none."""
+    """Return a sentence about up to three skipped layers and their reasons."""
     if not skipped:
         return ""
     named = [f"{name or 'the model'} ({reason})" for name, reason in list(skipped.items())[:3]]

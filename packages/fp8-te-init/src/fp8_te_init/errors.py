@@ -4,7 +4,7 @@ from fp8_common import Fp8Error, Fp8StaleError
 
 
 class StaleInitError(Fp8StaleError):
-    """The preserved unrounded values do not quantize to the codes of the weight.
+    """Preserved unrounded values do not quantize to the codes of their weight.
 
     Example:
         >>> import torch
@@ -19,7 +19,7 @@ class StaleInitError(Fp8StaleError):
 
 
 class MissingInitError(Fp8Error):
-    """No unrounded values are known for a master, or no master exists for a weight.
+    """Unrounded values for a master, or the master itself, are missing.
 
     Example:
         >>> import torch

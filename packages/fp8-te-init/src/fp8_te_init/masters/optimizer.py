@@ -103,9 +103,9 @@ class MasterOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles, masters included."""
-        # `Optimizer.__getstate__` returns only three attributes. Parameters and masters are keys here; in a deep copy one
-        # memo copies each of them once. Pickled weights have no unrounded values, so masters are updated from external
-        # writes first.
+        # `Optimizer.__getstate__` returns only three attributes. Parameters and masters are keys here; in a deep copy
+        # one memo copies each of them once. Pickled weights have no unrounded values, so masters are updated from
+        # external writes first.
         self._follow_writes()
         attributes = (
             "inner",

@@ -125,9 +125,9 @@ def seed_masters(
 def rescale_(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
     """Quantize every FP8 weight again, with scales of its current amax.
 
-    Collective: call it on all ranks, which agree on one amax. Use it after the initialization with TransformerEngine's delayed scaling, whose
-    weights otherwise start with a scale of 1. It quantizes the most exact values that are known: unrounded ones, else
-    masters, else dequantized ones.
+    Collective: call it on all ranks, which agree on one amax. Use it after the initialization with TransformerEngine's
+    delayed scaling, whose weights otherwise start with a scale of 1. It quantizes the most exact values that are known:
+    unrounded ones, else masters, else dequantized ones.
 
     Args:
         model: Any module.

@@ -36,7 +36,8 @@ def is_scale(name: str) -> bool:
 def show_scales(module: nn.Module, name: str = "weight") -> None:
     """Register buffers and state-dict hooks of an FP8 parameter.
 
-    The buffers are its scales and, with delayed scaling, its history. Call this function again after the tensors of the weight were replaced, for example by `swap_tensors`.
+    The buffers are its scales and, with delayed scaling, its history. Call this function again after the tensors of the
+    weight were replaced, for example by `swap_tensors`.
 
     Args:
         module: The module that holds the parameter.

@@ -32,10 +32,12 @@ def broadcast_weights_(model: nn.Module, group: dist.ProcessGroup | None = None,
             weights than those on `root`. All ranks raise before anything is written.
 
     Example:
+        >>> import torch
         >>> import torch.distributed as dist
+        >>> from fp8_te_init import broadcast_weights_, convert_linear
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> model = convert_linear(torch.nn.Linear(64, 64))  # each rank draws other values
-        >>> broadcast_weights_(model)  # all ranks now have the weights of rank 0
+        >>> model = convert_linear(torch.nn.Linear(64, 64))
+        >>> broadcast_weights_(model)  # all ranks have the weights of rank 0 now
         >>> dist.destroy_process_group()
     """
     group = group or dist.group.WORLD

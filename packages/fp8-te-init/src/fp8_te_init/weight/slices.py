@@ -83,9 +83,11 @@ def quantize_master_weights(
             or do not fit. All ranks raise before anything is written.
 
     Example:
+        >>> import torch
+        >>> from fp8_te_init import fp8_model_init, quantize_master_weights
         >>> with fp8_model_init(preserve_high_precision_init_val=True):
         ...     layer = torch.nn.Linear(64, 64)
-        >>> master = layer.weight.get_high_precision_init_val().flatten().clone()  # all of it: there is one rank
+        >>> master = layer.weight.get_high_precision_init_val().flatten().clone()  # one rank has all elements
         >>> master -= 0.01  # an optimizer step
         >>> quantize_master_weights([layer.weight], [master], [0])
         >>> (layer.weight.dequantize().flatten() - master).abs().max() < 0.01

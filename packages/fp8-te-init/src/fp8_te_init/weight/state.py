@@ -439,7 +439,8 @@ class WeightState:
     def release(self) -> int:
         """Drop the unrounded values and return their bytes.
 
-        No values are preserved from now on. Values that the ranks need to agree on scales are kept until then, and 0 is returned.
+        No values are preserved from now on. Values that the ranks need to agree on scales are kept until then, and 0 is
+        returned.
         """
         values, self.preserve_until = self.unrounded, None
         if values is None or self.gather_requires == "agreement":

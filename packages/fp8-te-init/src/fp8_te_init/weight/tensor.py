@@ -64,6 +64,19 @@ class PrimaryFloat8Weight(torch.Tensor):
     Args:
         codes: uint8 view of `state.codes`.
         state: State of the storage, shared by all aliases.
+
+    Example:
+        >>> import torch
+        >>> from fp8_te_init import PrimaryFloat8Weight, fp8_model_init
+        >>> with fp8_model_init():
+        ...     weight = torch.nn.Linear(64, 32, dtype=torch.bfloat16).weight
+        >>> isinstance(weight, PrimaryFloat8Weight)
+        True
+        >>> weight.dtype, weight.codes.dtype
+        (torch.bfloat16, torch.float8_e4m3fn)
+        >>> with torch.no_grad():
+        ...     weight.fill_(0.5).dequantize().unique()
+        tensor([0.5000], dtype=torch.bfloat16)
     """
 
     # Slots: copying `vars(parameter)` to another parameter must not keep codes and state alive.

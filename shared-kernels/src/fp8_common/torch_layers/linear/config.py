@@ -88,6 +88,12 @@ class LinearConfig:
 
     Raises:
         Fp8Error: A recipe that is unknown, or that these layers do not support.
+
+    Example:
+        >>> from fp8_common.torch_layers.linear.config import LinearConfig
+        >>> config = LinearConfig(recipe="rowwise", emulate=True)
+        >>> config.weight.granularity
+        'rowwise'
     """
 
     weight_scalings: ClassVar[tuple[str, ...]] = ("dynamic", "delayed", "static")
