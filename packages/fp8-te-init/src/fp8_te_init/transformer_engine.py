@@ -199,7 +199,7 @@ class TeWeight:
         return self.values() if values is None else values.to(self.device)
 
     @property
-    def start(self) -> torch.Tensor | None:
+    def unrounded(self) -> torch.Tensor | None:
         """TransformerEngine's copy of the unrounded values, not checked; None without one."""
         get = getattr(self._tensor, "get_high_precision_init_val", None)
         return None if get is None else get()
@@ -208,7 +208,7 @@ class TeWeight:
     previous_state_bytes = 0
 
     @property
-    def keeps(self) -> Release | None:
+    def preserve_until(self) -> Release | None:
         """When TransformerEngine's copy is dropped."""
         return getattr(self._tensor, PRESERVE_UNTIL, "seed")
 

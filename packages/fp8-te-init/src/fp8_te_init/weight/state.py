@@ -420,7 +420,8 @@ class WeightState:
         if not torch.equal(self.quantized(self.unrounded.to(self.device)), self.local_codes):
             raise StaleInitError(
                 f"The values before rounding of a weight {tuple(self.full_shape)} do not quantize to its current "
-                "codes: other code has written to the codes. Write values to the weight (copy_), or load them."
+                "codes: an optimizer step or other code has changed the codes. Write values to the weight (copy_), "
+                "or load them."
             )
         return self.unrounded
 
