@@ -51,6 +51,7 @@ def fused(**options):
         ({}, te.Float8Tensor, fti.PrimaryFloat8Linear),
         ({"backend": "te"}, te.Float8Tensor, nn.Linear),
         ({"backend": "te", "recipe": "tensorwise"}, te.Float8Tensor, nn.Linear),
+        ({"backend": "te", "recipe": "mxfp8"}, te.MXFP8Tensor, nn.Linear),
         ({"backend": "native"}, nn.Parameter, fti.PrimaryFloat8Linear),
         ({"enabled": False}, nn.Parameter, nn.Linear),
         ({"recipe": "rowwise"}, nn.Parameter, fti.PrimaryFloat8Linear),  # which theirs do not have

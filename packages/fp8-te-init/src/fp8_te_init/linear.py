@@ -69,7 +69,7 @@ class PrimaryFloat8Linear(nn.Linear):
         Args:
             module: The layer, which is changed in place.
             config: Casts and matmuls of the layer.
-            options: `keeps` of weights that are made of values later.
+            options: `preserve_until` of weights that are assigned as values later.
         """
         # the same object, so that hooks, names and references from other modules stay valid
         adopted: Any = module

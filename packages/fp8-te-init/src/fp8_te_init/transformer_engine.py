@@ -42,9 +42,10 @@ RECIPES = {
     "tensorwise": "Float8CurrentScaling",
     "tensorwise_delayed": "DelayedScaling",
     "blockwise": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
     "mx": "MXFP8BlockScaling",
 }
-"""TransformerEngine's recipe classes by the names of equal recipes."""
+"""TransformerEngine's recipe classes by the names of equal recipes; "mx" is another name of "mxfp8"."""
 
 
 def fp8_of(parameter: object) -> "WeightState | TeWeight | None":

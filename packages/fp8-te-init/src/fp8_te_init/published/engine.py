@@ -50,8 +50,8 @@ def stream_weights(
         like: Folder that was loaded; engines expect its names, dtypes and shapes.
         bucket_bytes: Largest size of a bucket in bytes. A row is never divided, so that a longer row exceeds it.
         power_of_2_scales: Whether to requantize blocks with float scales to powers of two, as vLLM does for DeepGEMM
-            after loading. An engine that receives these values does not change them; one that receives the others has
-            these afterwards. The model is not changed. Collective: all ranks iterate.
+            after loading. An engine that receives these values does not change them; an engine that receives
+            the others has these afterwards. The model is not changed. Collective: all ranks iterate.
         rename: See `convert_published`.
 
     Yields:
