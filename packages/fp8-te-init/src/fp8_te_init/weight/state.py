@@ -25,10 +25,10 @@ Release = Literal["seed", "forward", "manual"]
 """When unrounded values are dropped: once no master needs them, after the first forward, or manually."""
 
 Record = Literal["step", "start", "nothing"]
-"""Effect of an amax on the history of delayed scaling: add it, restart the history with it, or none."""
+"""Effect of an amax on the history of delayed scaling: "step" adds it, "start" restarts the history with it."""
 
 GatherRequirement = Literal["check", "agreement"]
-"""Condition before codes of shards are gathered: FSDP2 can gather them; also, all ranks agree on their scales."""
+"""Action before codes of shards are gathered: "agreement" of ranks on scales, or a "check" of FSDP2's settings."""
 
 CODES_ALONE = "Codes were loaded without the scales that belong to them"
 SCALES_ALONE = "Scales were overwritten without the codes that belong to them"
@@ -50,8 +50,9 @@ class WeightState:
         unrounded: Values [n, columns] before rounding of the rows held here: on the host if they are preserved, on the
             device of the codes if they are kept until the ranks agree on scales. None if they are not known.
         preserve_until: When `unrounded` is dropped; None if written values are not preserved.
-        gather_requires: Condition before codes of shards are gathered: "agreement" of all ranks on scales, for which
-            `unrounded` is kept, or a "check" that FSDP2 can gather them. None if both hold, and for a whole weight.
+        gather_requires: Action that is necessary before codes of shards are gathered: "agreement" of all ranks on
+            scales, for which `unrounded` is kept, or a "check" that FSDP2 can gather codes. None if neither is
+            necessary, as for a whole weight.
         master: Weak reference to the float32 master, which all optimizers of the weight share, and the dtype to which
             it is rounded before it is quantized.
         previous_state: State before the last write, with the master of that time as `unrounded`, until the next step;
@@ -228,7 +229,7 @@ class WeightState:
             self.mark_consistent()
         if self.preserve_until is None:
             self.unrounded = None
-        self._has_agreed()
+        self._end_agreement()
 
     def set_scale(self, bits: torch.Tensor, record: Record) -> None:
         """Set scales and history from reduced `amax_bits`; the caller writes the codes."""
@@ -464,9 +465,10 @@ class WeightState:
     def _forget_unrounded(self) -> None:
         """Drop unrounded values after other codes were loaded."""
         self.unrounded = None
-        self._has_agreed()
+        self._end_agreement()
 
-    def _has_agreed(self) -> None:
+    def _end_agreement(self) -> None:
+        """Require no agreement on scales any more, because they are common."""
         if self.gather_requires == "agreement":
             self.gather_requires = "check"
 
@@ -511,7 +513,7 @@ class WeightState:
 
     @property
     def problem(self) -> str | None:
-        """Reason why codes and scales are inconsistent, None if they are consistent."""
+        """Error message if codes or scales were written alone, else None."""
         if self.scale.is_meta:
             return None
         if self.codes_changed and not self.scales_changed:
