@@ -115,7 +115,7 @@ class PrimaryFloat8Weight(torch.Tensor):
         The values are in the dtype in which they were written, and stay preserved.
 
         Raises:
-            StaleInitError: If they do not quantize to the current codes, because other code has changed the codes.
+            StaleInitError: If they do not quantize to the current codes.
         """
         return None if self._state.preserve_until is None else self._state.init_values()
 
@@ -224,7 +224,7 @@ class PrimaryFloat8Weight(torch.Tensor):
         return whole.as_strided(self._codes.shape, self._codes.stride(), whole.storage_offset() + offset)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        """Show shape, format and dtype."""
+        """Return shape, format and dtype as text."""
         return f"PrimaryFloat8Weight(shape={tuple(self.shape)}, {self._state.cast.format}, dtype={self.dtype})"
 
     # ------------------------------------------------------------ copies and pickles
@@ -233,7 +233,7 @@ class PrimaryFloat8Weight(torch.Tensor):
         """Pickle codes, scales and history, without unrounded values."""
         state = self._state
         fields: dict[str, Any] = {name: getattr(state, name) for name in ("codes", "scale", "history")}
-        # of types that `torch.load` accepts
+        # `torch.load` accepts these types
         part = (state.cast.to_dict(), state.dtype, state.full_shape, state.part.first_row)
         trained = self.requires_grad if isinstance(self, nn.Parameter) else None
         return _rebuild, (part, fields, self._codes, trained)
@@ -262,7 +262,7 @@ class PrimaryFloat8Weight(torch.Tensor):
 
     @classmethod
     def __metadata_guard__(cls, traced: Any, present: Any) -> bool:
-        """Compare cast, dtype and shape as compilers' guard, not codes and scales."""
+        """Compare cast, dtype and shape, on which compiled code depends."""
         return traced.kind == present.kind
 
     # ------------------------------------------------------------ operators
@@ -456,6 +456,7 @@ def warn_of_rounding(name: str) -> None:
 
 
 def _rebuild(part: tuple, fields: dict[str, Any], codes: torch.Tensor, trained: bool | None) -> torch.Tensor:
+    """Rebuild a pickled weight; `trained` is None for a tensor that is no parameter."""
     cast, dtype, full_shape, first_row = part
     grid = ScaleGrid(CastRecipe.from_dict(cast))
     identity = Part(grid=grid, dtype=dtype, full_shape=full_shape, first_row=first_row)
