@@ -37,7 +37,7 @@ ModuleSelection = Callable[[nn.Module, str], bool] | Rules | Iterable[str | Rule
 
 logger = logging.getLogger(__name__)
 
-# TransformerEngine's recipe classes by name, because it is not imported here, and the names of equal recipes.
+# Names of TransformerEngine's recipe classes, which are not imported here, and of the equal recipes.
 _TE_RECIPES = {
     "DelayedScaling": "tensorwise_delayed",
     "Float8CurrentScaling": "tensorwise",
@@ -189,10 +189,8 @@ def convert_linear(
         )
     # By id of the plain weight, so that layers that share a weight share the FP8 weight. An id cannot be reused,
     # because a layer holds its plain weight until the weight is looked up here.
-    converted, options = (
-        dict[int, nn.Parameter](),
-        {"preserve_until": release if preserve_high_precision_init_val else None},
-    )
+    converted = dict[int, nn.Parameter]()
+    options = {"preserve_until": release if preserve_high_precision_init_val else None}
     for name, layer_config in configurations.items():
         layer: Any = model.get_submodule(name)
         plain = layer.weight
@@ -341,6 +339,7 @@ def _skipped_layers(skipped: dict[str, str]) -> str:
 
 
 def _check_weight(name: str, weight: torch.Tensor) -> None:
+    """Raise if a weight is distributed or has a dtype that cannot be quantized."""
     if isinstance(weight, DTensor):
         raise Fp8Error(f"{name}.weight is distributed already. Convert the model first, then apply fully_shard.")
     if weight.dtype not in INPUT_DTYPES:
@@ -348,6 +347,7 @@ def _check_weight(name: str, weight: torch.Tensor) -> None:
 
 
 def _check_choice(name: str, value: object, kind: Any) -> None:
+    """Raise if a value is not one of a `Literal`."""
     choices = typing.get_args(kind)
     if value not in choices:
         raise Fp8Error(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")

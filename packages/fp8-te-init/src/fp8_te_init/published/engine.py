@@ -127,7 +127,7 @@ def _requantized(model: nn.Module, files: Checkpoint, rename: Rename) -> Iterato
     """
     grids, shapes = dict[str, ScaleGrid](), dict[str, torch.Size]()
     for name, entry in files.entries.items():
-        with contextlib.suppress(Fp8UnsupportedError):  # the model has no parameter of it
+        with contextlib.suppress(Fp8UnsupportedError):  # a tensor that belongs to no parameter
             layout = files.layout(name) if entry.dtype == "F8_E4M3" else None
             if layout is not None and layout.block == (BLOCK, BLOCK) and layout.dtype != torch.float8_e8m0fnu:
                 grids[name] = ScaleGrid(CastRecipe(granularity="blockwise_128x128"), len(entry.shape) == 3)

@@ -115,7 +115,7 @@ def merge_adapter(
     Args:
         model: See `merge_report`.
         layers: Names of layers in the report.
-        into: "codes" keeps the scales and rounds to the nearest codes. "bfloat16" replaces the weight by a copy with
+        into: "codes" keeps the scales and rounds to the nearest codes. "bfloat16" replaces the weight with a copy of
             two bytes per element.
         adapter: Name of the adapter.
 

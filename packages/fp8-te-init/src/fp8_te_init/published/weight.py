@@ -283,7 +283,7 @@ def _decode(codes: torch.Tensor, scale_inv: torch.Tensor, block: Block, first: i
     """Return decoded values [n, columns] in `dtype`.
 
     Args:
-        codes: [n, columns], uint8 or float8.
+        codes: uint8 [n, columns].
         scale_inv: Scales of the whole matrix; see `Stored`.
         block: Elements that share a scale.
         first: Row of the matrix at which the codes begin.
