@@ -339,7 +339,7 @@ def _skipped_layers(skipped: dict[str, str]) -> str:
 
 
 def _check_weight(name: str, weight: torch.Tensor) -> None:
-    """Raise if a weight is distributed or has a dtype that cannot be quantized."""
+    """Raise if a weight is distributed or cannot be quantized."""
     if isinstance(weight, DTensor):
         raise Fp8Error(f"{name}.weight is distributed already. Convert the model first, then apply fully_shard.")
     if weight.dtype not in INPUT_DTYPES:

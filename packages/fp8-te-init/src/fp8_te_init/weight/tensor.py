@@ -456,7 +456,7 @@ def warn_of_rounding(name: str) -> None:
 
 
 def _rebuild(part: tuple, fields: dict[str, Any], codes: torch.Tensor, trained: bool | None) -> torch.Tensor:
-    """Rebuild a pickled weight; `trained` is None for a tensor that is no parameter."""
+    """Rebuild a pickled weight, a parameter unless `trained` is None."""
     cast, dtype, full_shape, first_row = part
     grid = ScaleGrid(CastRecipe.from_dict(cast))
     identity = Part(grid=grid, dtype=dtype, full_shape=full_shape, first_row=first_row)
