@@ -17,7 +17,7 @@ def masters(model, optimizer) -> list[torch.Tensor]:
 
 def codes(model) -> list[torch.Tensor]:
     """The codes of the rows that are held here."""
-    return [local_of(weight).state.own_codes.clone() for weight in weights(model)]
+    return [local_of(weight).state.local_codes.clone() for weight in weights(model)]
 
 
 def are_codes_of_masters(model, optimizer) -> bool:

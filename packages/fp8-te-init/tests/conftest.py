@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from fp8_te_init.weight.state import tell_of_restart
-from fp8_te_init.weight.tensor import tell_of_rounding
+from fp8_te_init.weight.state import warn_of_restart
+from fp8_te_init.weight.tensor import warn_of_rounding
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -18,8 +18,8 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def warned():
     """Some warnings come once in a process."""
-    tell_of_restart.cache_clear()
-    tell_of_rounding.cache_clear()
+    warn_of_restart.cache_clear()
+    warn_of_rounding.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -51,10 +51,10 @@ def test_the_real_tensor_offers_what_the_adapter_uses(monkeypatch):
 def test_the_adapter_reads_and_writes_the_real_tensor(monkeypatch):
     values = torch.randn(32, 64) * 0.02
     rows = fp8_of(nn.Parameter(real_tensor(values, 1000.0, monkeypatch)))
-    assert torch.equal(rows.quantized(values), rows.own_codes)
+    assert torch.equal(rows.quantized(values), rows.local_codes)
     rows.quantize_(values, rows.amax_bits(values))
     assert ((rows.values() - values).norm() / values.norm()) < 0.04
-    assert torch.equal(rows.quantized(values), rows.own_codes)
+    assert torch.equal(rows.quantized(values), rows.local_codes)
 
 
 @pytest.mark.gpu

@@ -51,6 +51,7 @@ def fused(**options):
         ({}, te.Float8Tensor, fti.PrimaryFloat8Linear),
         ({"backend": "te"}, te.Float8Tensor, nn.Linear),
         ({"backend": "te", "recipe": "tensorwise"}, te.Float8Tensor, nn.Linear),
+        ({"backend": "te", "recipe": "mxfp8"}, te.MXFP8Tensor, nn.Linear),
         ({"backend": "native"}, nn.Parameter, fti.PrimaryFloat8Linear),
         ({"enabled": False}, nn.Parameter, nn.Linear),
         ({"recipe": "rowwise"}, nn.Parameter, fti.PrimaryFloat8Linear),  # which theirs do not have
@@ -72,7 +73,7 @@ def test_tensors_are_read_as_they_read_themselves_and_copies_are_theirs(recipe, 
         rows = fp8_of(layer.weight)
         assert isinstance(rows, TeWeight)
         assert torch.equal(rows.values(), layer.weight.dequantize(dtype=torch.float32))
-        assert torch.equal(rows.quantized(start), rows.own_codes)
+        assert torch.equal(rows.quantized(start), rows.local_codes)
         assert torch.equal(layer.weight.get_high_precision_init_val(), start)
         assert rows.amax_bits(start).numel() == (recipe not in BLOCK_RECIPES), "blocks need no agreement"
 
@@ -142,7 +143,7 @@ def test_current_scaling_keeps_the_choices_of_its_quantizer(power_of_2, scale):
     values[0, 0] = -0.75
     rows.quantize_(values, rows.amax_bits(values), record="step")
     assert weight._scale_inv.item() == (1 / torch.tensor(scale, dtype=torch.float32)).item()
-    assert torch.equal(rows.quantized(values), rows.own_codes)
+    assert torch.equal(rows.quantized(values), rows.local_codes)
 
 
 def test_deferred_layers_hand_over_their_copies_when_they_are_reset():
@@ -194,7 +195,7 @@ def without(name):
 def columns_alone():
     weight = te.built(recipe=BLOCK_RECIPES["2d"], sizes=(64, 32))[0].weight
     weight._rowwise_data = None
-    return fp8_of(weight).own_codes
+    return fp8_of(weight).local_codes
 
 
 def loaded(net):

@@ -10,8 +10,8 @@
     >>> model(torch.ones(8, 64)).sum().backward()
     >>> optimizer.step()
 
-The weights of linear layers hold only FP8 codes; the optimizer trains float32 masters of them. `published` loads and
-saves FP8 checkpoints, on a model built without this package.
+The weights of linear layers hold FP8 codes without a high-precision copy; the optimizer trains float32 masters of them.
+`fp8_te_init.published` loads and saves published FP8 checkpoints, into models that were built without this package.
 """
 
 from fp8_common.plugin import check_version

@@ -24,7 +24,7 @@ from fp8_common.torch_layers.linear.config import LinearConfig
 from fp8_common.torch_layers.sharding.replaced import mark_replaced
 from fp8_te_init.linear import REGISTERED, PrimaryFloat8Linear, new_weight
 from fp8_te_init.transformer_engine import te_context
-from fp8_te_init.transformer_engine_modules import begin, is_of_te, on_parameter
+from fp8_te_init.transformer_engine_modules import is_of_te, record_parameter, track
 from fp8_te_init.weight.checkpoint import show_scales
 from fp8_te_init.weight.state import Release
 from fp8_te_init.weight.tensor import primary_of
@@ -33,11 +33,11 @@ Backend = Literal["auto", "te", "native"]
 AnyRecipe = str | Recipe | Mapping[str, Any] | Any | None
 
 ModuleSelection = Callable[[nn.Module, str], bool] | Rules | Iterable[str | Rule] | None
-"""Which layers to convert: a filter of (layer, name), or rules by name; None is all of them."""
+"""Layers to convert: a filter of (layer, name), or rules for names; None selects all."""
 
 logger = logging.getLogger(__name__)
 
-# Recipes of TransformerEngine are known by the names of their classes, so nothing is imported from it.
+# Names of TransformerEngine's recipe classes, which are not imported here, and of the equal recipes.
 _TE_RECIPES = {
     "DelayedScaling": "tensorwise_delayed",
     "Float8CurrentScaling": "tensorwise",
@@ -48,14 +48,17 @@ _TE_ALONE = ("MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Building:
-    """Settings for layers under construction; `config` is None while FP8 is disabled.
+    """Settings of one `fp8_model_init` block.
 
-    `seen` holds the linear layers of the block, for the log.
+    Attributes:
+        config: Configuration of native layers; None while FP8 is disabled for them.
+        options: Options of `WeightState.empty`.
+        linear_layers: All linear layers that were built in the block, for the log.
     """
 
     config: LinearConfig | None
     options: dict[str, Any]
-    seen: "weakref.WeakSet[nn.Linear]" = dataclasses.field(default_factory=weakref.WeakSet)
+    linear_layers: "weakref.WeakSet[nn.Linear]" = dataclasses.field(default_factory=weakref.WeakSet)
 
 
 _building: ContextVar[_Building | None] = ContextVar("fp8_model_init", default=None)
@@ -71,29 +74,43 @@ def fp8_model_init(
     backend: Backend = "auto",
     config: LinearConfig | None = None,
 ) -> Iterator[None]:
-    """Build layers with FP8 primary weights.
+    """Build linear layers with FP8 primary weights inside of this context.
 
-    TransformerEngine's context manager has the same first arguments.
-
-    Applies to `nn.Linear` (not to subclasses), and to modules of TransformerEngine where it is imported. It holds for
-    the thread (or task) that entered it. On the meta device nothing is allocated: `reset_parameters` after `to_empty`
-    initializes, also after `fully_shard`.
+    The first arguments, and their defaults, are those of TransformerEngine's context manager. The context applies to
+    `nn.Linear`, but not to its subclasses, and to the modules of TransformerEngine if it is imported. It is local to
+    the thread or asynchronous task that enters it. On the meta device nothing is allocated: `to_empty`, then
+    `reset_parameters`, initializes the weights, also after `fully_shard`.
 
     Args:
-        enabled: False switches FP8 off inside, also inside another such block.
-        recipe: How the weight and the operands of its matmuls are cast: a name, a `Recipe`, its dictionary, or a recipe
-            object of TransformerEngine. "tensorwise" by default. MX and NVFP4 recipes are for TransformerEngine alone.
-        preserve_high_precision_init_val: Copy the values before rounding to the host, this rank's rows of them, until
-            the masters have been made: 2 or 4 bytes for each weight.
+        enabled: Whether to build FP8 weights. False disables FP8 inside of another such context, too.
+        recipe: Casts of the weight and of the other operands of its matmuls: a name, a `Recipe`, its dictionary, or a
+            recipe object of TransformerEngine; "tensorwise" by default. Delayed scaling applies to native weights
+            alone: their activations and gradients always use current scaling. MX and NVFP4 recipes need
+            TransformerEngine.
+        preserve_high_precision_init_val: Whether to keep a copy of the unrounded values on the host until masters are
+            initialized from them: 2 or 4 bytes per element of this rank's rows. False by default, as in
+            TransformerEngine.
         release: When to drop the preserved values, also in TransformerEngine's modules. "seed": in `seed_masters`, in
-            the first step of a `MasterOptimizer` that trains the weight, or, without either, after the first forward.
-            "forward": after the first forward. "manual": in `clear_high_precision_init_val`.
+            the first step of a `MasterOptimizer` that trains the weight, or, if no `MasterOptimizer` has a master of
+            it, after the first forward. "forward": after the first forward. "manual": in
+            `clear_high_precision_init_val` and in `seed_masters` alone.
         backend: "native" for `nn.Linear` alone, "te" for TransformerEngine's modules alone, "auto" for both.
-        config: All choices of the native layers at once, instead of a recipe.
+        config: Configuration of the native layers, instead of a recipe.
 
     Raises:
-        Fp8Error: Unknown choices.
-        Fp8UnsupportedError: backend="te", and TransformerEngine cannot be used here.
+        Fp8Error: If an argument is unknown, both `recipe` and `config` are given, or native weights do not support the
+            recipe.
+        Fp8UnsupportedError: If `backend="te"`, and TransformerEngine or its recipe is not available.
+
+    Example:
+        >>> import torch
+        >>> from fp8_te_init import fp8_model_init
+        >>> with fp8_model_init(preserve_high_precision_init_val=True):
+        ...     layer = torch.nn.Linear(64, 32)
+        >>> layer.weight
+        PrimaryFloat8Weight(shape=(32, 64), e4m3, dtype=torch.float32)
+        >>> layer.weight.get_high_precision_init_val().shape
+        torch.Size([32, 64])
     """
     _watch()
     _check_choice("release", release, Release)
@@ -101,7 +118,7 @@ def fp8_model_init(
     native = enabled and backend != "te" and not (backend == "auto" and type(recipe).__name__ in _TE_ALONE)
     building = _Building(
         config=_config(recipe, config) if native else None,
-        options={"keeps": release if preserve_high_precision_init_val else None},
+        options={"preserve_until": release if preserve_high_precision_init_val else None},
     )
     token = _building.set(building)
     try:
@@ -109,13 +126,13 @@ def fp8_model_init(
             yield
     finally:
         _building.reset(token)
-    built = [layer for layer in building.seen if isinstance(layer, PrimaryFloat8Linear)]
+    fp8_layers = [layer for layer in building.linear_layers if isinstance(layer, PrimaryFloat8Linear)]
     if native:
-        left = len(building.seen) - len(built)
+        skipped = len(building.linear_layers) - len(fp8_layers)
         _log(
-            len(built),
-            f" {left} {'stay' if left > 1 else 'stays'} in high precision." * bool(left),
-            whole=len(building.seen) > 1,
+            len(fp8_layers),
+            f" {skipped} {'stay' if skipped > 1 else 'stays'} in high precision." * bool(skipped),
+            is_model=len(building.linear_layers) > 1,
         )
 
 
@@ -128,88 +145,109 @@ def convert_linear(
     release: Release = "seed",
     module_filter_fn: ModuleSelection = None,
 ) -> nn.Module:
-    """Give the `nn.Linear` layers of `model` FP8 primary weights, in place.
+    """Convert a model's `nn.Linear` layers to FP8 primary weights, in place.
 
-    Call it before `fully_shard`.
+    Call it before `fully_shard` and before the optimizer is created: the weights become new parameters. Subclasses of
+    `nn.Linear`, parametrized layers and layers that share their weight with other modules are not converted.
 
     Args:
-        model: Any module; a linear layer itself too. Layers stay the objects that they are and change their class.
+        model: Any module, also a linear layer. Converted layers stay the same objects and change their class.
         recipe: See `fp8_model_init`.
-        config: All choices at once, instead of a recipe.
-        preserve_high_precision_init_val: Copy the present values to the host until the masters have been made.
-        release: When these copies are dropped; see `fp8_model_init`.
-        module_filter_fn: Called with (layer, qualified name); False leaves the layer unchanged. Or `Rules` over layer
-            names, which may select a custom recipe for each layer.
+        config: Configuration of the layers, instead of a recipe.
+        preserve_high_precision_init_val: Whether to keep a copy of the current values on the host until masters are
+            initialized from them. True by default, unlike in `fp8_model_init`: the values of an existing model, often
+            trained ones, could not be drawn again.
+        release: When to drop these copies; see `fp8_model_init`.
+        module_filter_fn: Function of (layer, qualified name) that returns whether to convert the layer, or `Rules` for
+            qualified names, which may select a recipe for each layer.
 
     Returns:
-        The model. Weights are new parameters: make the optimizer afterwards.
+        The model.
 
     Raises:
-        Fp8Error: Unknown choices, a sharded model, a dtype that cannot be quantized, or nothing to convert.
+        Fp8Error: If an argument is unknown, the model is sharded, a weight has a dtype that cannot be quantized, or no
+            layer is left to convert.
+
+    Example:
+        >>> import torch
+        >>> from fp8_te_init import convert_linear
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+        >>> convert_linear(model, module_filter_fn=lambda layer, name: name != "2")
+        Sequential(
+          (0): PrimaryFloat8Linear(in_features=64, out_features=64, bias=True, primary=dynamic tensorwise e4m3)
+          (1): ReLU()
+          (2): Linear(in_features=64, out_features=10, bias=True)
+        )
     """
     _watch()
     config = _config(recipe, config)
     _check_choice("release", release, Release)
-    configurations, left = _select(model, module_filter_fn, config)
+    configurations, skipped = _select(model, module_filter_fn, config)
     if not configurations:
-        raise Fp8Error(f"No nn.Linear layer to convert.{_told(left)} Check module_filter_fn and the model.")
-    # By id of the plain weight: layers that share one get one FP8 weight. All of them are held by their layers until
-    # they are looked up here, so none can have the id of one that is gone.
-    converted, options = dict[int, nn.Parameter](), {"keeps": release if preserve_high_precision_init_val else None}
-    for name, own in configurations.items():
+        raise Fp8Error(
+            f"No nn.Linear layer to convert.{_skipped_layers(skipped)} Check module_filter_fn and the model."
+        )
+    # By id of the plain weight, so that layers that share a weight share the FP8 weight. An id cannot be reused,
+    # because a layer holds its plain weight until the weight is looked up here.
+    converted = dict[int, nn.Parameter]()
+    options = {"preserve_until": release if preserve_high_precision_init_val else None}
+    for name, layer_config in configurations.items():
         layer: Any = model.get_submodule(name)
         plain = layer.weight
-        _refuse(name, plain)
+        _check_weight(name, plain)
         if id(plain) not in converted:
-            converted[id(plain)] = new_weight(plain, own, options)
-            if not plain.is_meta:  # else `reset_parameters` after `to_empty` makes the values
+            converted[id(plain)] = new_weight(plain, layer_config, options)
+            if not plain.is_meta:  # otherwise `reset_parameters` initializes it after `to_empty`
                 converted[id(plain)].state.write(plain.detach(), fresh=True)  # pyrefly: ignore[missing-attribute]
             mark_replaced(plain, "convert_linear")
-        PrimaryFloat8Linear.adopt(layer, own, options).hold(converted[id(plain)])
-    _log(len(configurations), _told(left), whole="" not in configurations)
+        PrimaryFloat8Linear.adopt(layer, layer_config, options).hold(converted[id(plain)])
+    _log(len(configurations), _skipped_layers(skipped), is_model="" not in configurations)
     return model
 
 
-def _log(count: int, left: str, *, whole: bool) -> None:
-    """Log the conversion on rank 0, as a warning to be visible.
+def _log(count: int, skipped: str, *, is_model: bool) -> None:
+    """Log the conversion: a visible warning on rank 0, else information.
 
     Args:
-        count: Number of converted layers.
-        left: A sentence about others.
-        whole: Whether it was a model. A layer that is converted alone is one of many.
+        count: Number of FP8 layers.
+        skipped: Sentence about other layers, or "".
+        is_model: Whether a model was converted. Many single layers may be converted one by one, without a warning each.
     """
-    # Before the first process group only the launcher knows the rank.
+    # before a process group exists, the launcher's environment has the rank
     rank = dist.get_rank() if dist.is_initialized() else dist.get_node_local_rank(fallback_rank=0)
-    level = logging.WARNING if rank == 0 and whole else logging.INFO
-    logger.log(level, "FP8: %d linear layers have FP8 primary weights.%s", count, left)
+    level = logging.WARNING if rank == 0 and is_model else logging.INFO
+    logger.log(level, "FP8: %d linear layers have FP8 primary weights.%s", count, skipped)
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    """Replace the weight of a layer under construction by an FP8 weight."""
+    """Return an FP8 weight for a layer under construction, else None.
+
+    The FP8 weight holds zeros. Its values come from `reset_parameters`, which the constructor of `nn.Linear` calls
+    after it has registered the parameters; `adopt` has changed the class of the layer by then, so that the method of
+    `PrimaryFloat8Linear` runs and preserves the values that it draws.
+    """
     if primary_of(parameter) is not None:
-        if not isinstance(module, PrimaryFloat8Linear):
+        if not isinstance(module, PrimaryFloat8Linear):  # for example an embedding that is tied to a layer
             module._parameters[name] = parameter
-            show_scales(module, name)  # an embedding that is tied to a layer
+            show_scales(module, name)
         return None
     building = _building.get()
     if is_of_te(module):
         if building is not None:
-            begin(module, building.options["keeps"])
-        on_parameter(module, name, parameter)
+            track(module, building.options["preserve_until"])
+        record_parameter(module, name, parameter)
         return None
     if building is None or building.config is None:
         return None
     if isinstance(module, nn.Linear):
-        building.seen.add(module)
-    # Exactly nn.Linear: `adopt` replaces the class, and additions of a subclass would be lost. A weight that already
-    # exists is not under construction: other code gives it its values.
+        building.linear_layers.add(module)
+    # Not subclasses of nn.Linear: `adopt` replaces the class, and methods of a subclass would be lost. If the layer has
+    # a weight already, it is complete, and other code assigns a parameter.
     if type(module) is not nn.Linear or name != "weight" or name in module._parameters:
         setattr(parameter, REGISTERED, True)
         return None
     if parameter.dtype not in INPUT_DTYPES:
         return None
-    # Zeros for now: nn.Linear calls `reset_parameters` later in its constructor. `adopt` has changed the class by then,
-    # so PrimaryFloat8Linear's method runs, and the values that it writes are preserved.
     weight = new_weight(parameter, building.config, building.options)
     PrimaryFloat8Linear.adopt(module, building.config, building.options).hold(weight)
     return weight
@@ -217,19 +255,22 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
 
 @functools.cache
 def _watch() -> None:
-    """Install the hook on parameter registration.
+    """Install the hook on parameter registration, once.
 
-    It is never removed, because torch iterates over hooks in other threads.
+    It is never removed: other threads may iterate over the hooks while they build modules.
     """
     hook: Any = _on_parameter  # the stub declares that such hooks return None
     register_module_parameter_registration_hook(hook)
 
 
 def _config(recipe: AnyRecipe, config: LinearConfig | None) -> LinearConfig:
-    """Return the configuration of native layers.
+    """Return the configuration of native layers for a recipe or a configuration.
 
-    Activations and gradients use current scaling even if the recipe is delayed: a matmul needs no history to be right,
-    and optimizer steps round the weight with its delayed scale.
+    Activations and gradients use current scaling even if the recipe is delayed, so that their matmuls depend on no
+    history. Delayed scaling applies to the weight, whose history is updated in optimizer steps.
+
+    Raises:
+        Fp8Error: If both arguments are given, or native weights do not support the recipe.
     """
     if config is not None and recipe is not None:
         raise Fp8Error(f"Pass recipe or config, not both; got recipe={recipe!r} and a config.")
@@ -255,29 +296,32 @@ def _config(recipe: AnyRecipe, config: LinearConfig | None) -> LinearConfig:
 def _select(
     model: nn.Module, keep: ModuleSelection, config: LinearConfig
 ) -> tuple[dict[str, LinearConfig], dict[str, str]]:
-    """Return the layers to convert with configurations, and reasons for others."""
-    configurations, left, users = dict[str, LinearConfig](), dict[str, str](), _other_users(model)
+    """Return configurations of the layers to convert, and reasons for the others.
+
+    Both dictionaries are keyed by the qualified name of the layer.
+    """
+    configurations, skipped, users = dict[str, LinearConfig](), dict[str, str](), _other_users(model)
     linear = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and not isinstance(module, PrimaryFloat8Linear)
     }
     plain = {name: module for name, module in linear.items() if type(module) is nn.Linear}
-    left |= {name: f"{type(linear[name]).__name__} is a class of its own" for name in linear.keys() - plain.keys()}
+    skipped |= {name: f"{type(linear[name]).__name__} is a subclass" for name in linear.keys() - plain.keys()}
     for name, decision in select_modules(plain, keep).items():
         if hasattr(plain[name], "parametrizations"):
-            left[name] = "parametrized"
+            skipped[name] = "parametrized"
         elif not decision.include:
-            left[name] = "filtered"
+            skipped[name] = "filtered"
         elif id(plain[name].weight) in users:
-            left[name] = f"shares its weight with {users[id(plain[name].weight)]}"
+            skipped[name] = f"shares its weight with {users[id(plain[name].weight)]}"
         else:
             configurations[name] = config if decision.recipe is None else _config(decision.recipe, None)
-    return configurations, left
+    return configurations, skipped
 
 
 def _other_users(model: nn.Module) -> dict[int, str]:
-    """Return parameters held by anything but a plain linear layer."""
+    """Return class names of other modules than `nn.Linear`, by their parameters' ids."""
     return {
         id(parameter): type(module).__name__
         for module in model.modules()
@@ -286,14 +330,16 @@ def _other_users(model: nn.Module) -> dict[int, str]:
     }
 
 
-def _told(left: dict[str, str]) -> str:
-    if not left:
+def _skipped_layers(skipped: dict[str, str]) -> str:
+    """Return a sentence about up to three skipped layers and their reasons."""
+    if not skipped:
         return ""
-    named = [f"{name or 'the model'} ({reason})" for name, reason in list(left.items())[:3]]
-    return f" Left in high precision: {', '.join(named)}{' and others' * (len(left) > 3)}."
+    named = [f"{name or 'the model'} ({reason})" for name, reason in list(skipped.items())[:3]]
+    return f" Left in high precision: {', '.join(named)}{' and others' * (len(skipped) > 3)}."
 
 
-def _refuse(name: str, weight: torch.Tensor) -> None:
+def _check_weight(name: str, weight: torch.Tensor) -> None:
+    """Raise if a weight is distributed or cannot be quantized."""
     if isinstance(weight, DTensor):
         raise Fp8Error(f"{name}.weight is distributed already. Convert the model first, then apply fully_shard.")
     if weight.dtype not in INPUT_DTYPES:
@@ -301,6 +347,7 @@ def _refuse(name: str, weight: torch.Tensor) -> None:
 
 
 def _check_choice(name: str, value: object, kind: Any) -> None:
+    """Raise if a value is not one of a `Literal`."""
     choices = typing.get_args(kind)
     if value not in choices:
         raise Fp8Error(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")

@@ -1,4 +1,4 @@
-"""`PrimaryFloat8Linear`: a linear layer whose weight parameter holds only FP8 codes."""
+"""`PrimaryFloat8Linear`: a linear layer whose weight is stored in FP8."""
 
 import dataclasses
 import logging
@@ -32,20 +32,30 @@ from fp8_te_init.weight.tensor import PrimaryFloat8Weight, primary_of
 logger = logging.getLogger(__name__)
 
 REGISTERED = "_fp8_registered_plain"
-"""The attribute of plain parameters that modules registered inside `fp8_model_init`."""
+"""Attribute of plain parameters that were registered inside of `fp8_model_init`."""
 
 
 class PrimaryFloat8Linear(nn.Linear):
-    """A linear layer whose weight parameter holds FP8 codes and nothing else.
+    """Linear layer whose weight parameter holds FP8 codes and no high-precision copy.
 
-    Made by `convert_linear`, or inside `fp8_model_init`. The bias stays in high precision. `state_dict()` holds the
-    codes as uint8 [rows, 1, columns] under "weight", and float32 scales into FP8 under "weight_scale_e4m3" (or the
-    format's name).
+    `convert_linear` and `fp8_model_init` create it; the bias stays in high precision. `state_dict()` contains the codes
+    as uint8 [rows, 1, columns] under "weight", the float32 scales into FP8 under "weight_scale_e4m3" (the name ends in
+    the format), and for delayed scaling the float32 history under "weight_amax_history".
 
     Attributes:
-        config: How to cast and multiply.
-        spec: Static settings of the layer's matmuls.
-        weight_options: Arguments of `WeightState.empty` for a weight that is assigned as values.
+        config: Casts and matmuls of the layer.
+        spec: Static inputs of the layer's matmuls.
+        weight_options: Options of `WeightState.empty` for a weight that is assigned as values.
+
+    Example:
+        >>> import torch
+        >>> from fp8_te_init import PrimaryFloat8Linear, fp8_model_init
+        >>> with fp8_model_init():
+        ...     layer = torch.nn.Linear(64, 32)
+        >>> isinstance(layer, PrimaryFloat8Linear)
+        True
+        >>> {name: (tensor.dtype, list(tensor.shape)) for name, tensor in layer.state_dict().items()}
+        {'weight': (torch.uint8, [32, 1, 64]), 'bias': (torch.float32, [32]), 'weight_scale_e4m3': (torch.float32, [])}
     """
 
     config: LinearConfig
@@ -54,22 +64,22 @@ class PrimaryFloat8Linear(nn.Linear):
 
     @classmethod
     def adopt(cls, module: nn.Linear, config: LinearConfig, options: dict[str, Any]) -> "PrimaryFloat8Linear":
-        """Make `module` itself a PrimaryFloat8Linear; the caller gives it its weight (`hold`).
+        """Change a layer into a `PrimaryFloat8Linear`; call `hold` next.
 
         Args:
-            module: The layer.
-            config: How it computes.
-            options: `keeps` of weights that are made of values later.
+            module: The layer, which is changed in place.
+            config: Casts and matmuls of the layer.
+            options: `preserve_until` of weights that are assigned as values later.
         """
-        # not a new module: hooks, names and references from other modules keep working
+        # the same object, so that hooks, names and references from other modules stay valid
         adopted: Any = module
         adopted.__class__ = cls
         adopted.config, adopted.weight_options = config, options
         adopted.spec = LinearSpec(config, partial(_operand, config.weight), cls.__name__)
         return adopted
 
-    def _leave(self) -> None:
-        """Become the `nn.Linear` again that it was, without a weight."""
+    def _revert_to_linear(self) -> None:
+        """Change back into an `nn.Linear`, without a weight."""
         for name in [name for name in self._buffers if name.startswith("weight_")]:
             del self._buffers[name]
         for registered in state_dict_hooks(self):
@@ -81,7 +91,7 @@ class PrimaryFloat8Linear(nn.Linear):
         plain.__class__ = nn.Linear
 
     def hold(self, weight: nn.Parameter) -> None:
-        """Take an FP8 weight, and show its scales as buffers."""
+        """Set an FP8 weight, and register its scales as buffers."""
         self._parameters["weight"] = weight
         show_scales(self)
         watch()
@@ -89,28 +99,29 @@ class PrimaryFloat8Linear(nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or pickled layer.
 
-        The process may never have built such a layer.
+        The hook on DDP is installed here too, because this process may not have built an FP8 layer before.
         """
         super().__setstate__(state)
         watch()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter; quantize and preserve plain values given for "weight".
+        """Register a parameter; quantize plain values that are assigned to "weight".
 
-        The FP8 weight stays the object that it is, so that optimizers go on training it. A parameter that another
-        module registered in the same `fp8_model_init` block ties the layer to it, which is a plain `nn.Linear` again.
+        The values are written into the FP8 weight, which stays the same object, so that optimizers still train it. If
+        they have another shape, dtype or device, they become a new FP8 weight. A parameter that a module registered
+        inside of `fp8_model_init` ties the layer to that module: the layer becomes a plain `nn.Linear` again.
 
         Raises:
-            Fp8Error: Values of another shape, dtype or device, or plain ones for a distributed weight.
+            Fp8Error: If the values have a dtype that cannot be quantized, or one of weight and values is distributed.
         """
         held = self._parameters.get("weight")
-        # before it is adopted, nn.Linear is being built and its weight is a plain one
+        # without `config`, the constructor of nn.Linear runs and registers a plain weight
         if name == "weight" and param is not None and "config" in self.__dict__ and _is_plain(param):
             if held is None or not hasattr(param, REGISTERED):
-                self._take_values(held, param)
+                self._set_values(held, param)
                 return
             logger.info("A linear layer shares the weight of another module, so it stays in high precision.")
-            self._leave()
+            self._revert_to_linear()
             self._parameters[name] = param
             return
         super().register_parameter(name, param)
@@ -118,7 +129,8 @@ class PrimaryFloat8Linear(nn.Linear):
             show_scales(self)
 
     @torch.no_grad()
-    def _take_values(self, held: nn.Parameter | None, plain: nn.Parameter) -> None:
+    def _set_values(self, held: nn.Parameter | None, plain: nn.Parameter) -> None:
+        """Write values and attributes of a plain parameter to the FP8 weight."""
         if isinstance(held, DTensor) or isinstance(plain, DTensor):
             raise Fp8Error(
                 "A parameter was assigned to a distributed FP8 weight, or a distributed one to an FP8 layer. Copy "
@@ -129,21 +141,21 @@ class PrimaryFloat8Linear(nn.Linear):
                 f"A parameter of {plain.dtype} was assigned to an FP8 weight: codes are made of float32, bfloat16 or "
                 "float16."
             )
-        marks = dict(vars(plain))  # attributes that loaders set on a parameter also apply to its replacement
+        attributes = dict(vars(plain))  # loaders set attributes of a parameter, which the FP8 weight must keep
         mark_replaced(plain, "the FP8 layer that it was assigned to")
         if held is None or (held.shape, held.dtype, held.device) != (plain.shape, plain.dtype, plain.device):
             options = self.weight_options
             if isinstance(held, PrimaryFloat8Weight):
-                options = {"keeps": held.state.keeps}
+                options = {"preserve_until": held.state.preserve_until}
             self.hold(new_weight(plain, self.config, options))
             held = self._parameters["weight"]
-            assert held is not None  # noqa: S101  just made
+            assert held is not None  # noqa: S101  `hold` has set it
         if not plain.is_meta:
             held.copy_(plain)
         held.requires_grad_(plain.requires_grad)
-        vars(held).update(marks)
+        vars(held).update(attributes)
 
-    # FP8 primary weights change their scales outside of compiled code.
+    # the state of the weight changes in ways that compiled code would not see
     @disable_compiler
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return input @ weight.T + bias.
@@ -157,7 +169,8 @@ class PrimaryFloat8Linear(nn.Linear):
             [..., out_features] in the dtype of `input` (the autocast dtype under autocast).
 
         Raises:
-            Fp8Error: The last dimension is not `in_features`, or the weight is distributed and not gathered.
+            Fp8Error: If the last dimension is not `in_features`, the weight is distributed and not gathered, codes and
+                scales of the weight do not match, or other code has replaced the weight in `module._parameters`.
         """
         weight = self.weight
         if isinstance(weight, DTensor):
@@ -165,13 +178,13 @@ class PrimaryFloat8Linear(nn.Linear):
                 "A layer with an FP8 primary weight cannot compute with a distributed weight: call the model through "
                 "the module that fully_shard was applied to."
             )
-        # nn.Parameter of a tensor subclass returns an object of that subclass; only plain tensors get this very type
+        # nn.Parameter of a tensor subclass returns an object of the subclass: exactly this type is a plain parameter
         if type(self._parameters.get("weight")) is nn.Parameter:
             raise Fp8Error(
-                "The weight of this FP8 layer was replaced by a plain parameter behind its back (module._parameters). "
-                "Assign it as layer.weight = ..., use load_state_dict, or build a plain nn.Linear."
+                "The weight of this FP8 layer was replaced by a plain parameter through module._parameters. Assign to "
+                "layer.weight, use load_state_dict, or build a plain nn.Linear."
             )
-        # no features on one side: there is nothing to cast
+        # without input or output features there is nothing to cast
         output = fp8_linear(input, weight, self.spec) if weight.numel() else F.linear(input, weight.to(input.dtype))
         shard = self.__dict__.pop(GATHERED, None)
         state = weight.state if isinstance(weight, PrimaryFloat8Weight) else shard and shard()
@@ -181,12 +194,10 @@ class PrimaryFloat8Linear(nn.Linear):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize like `nn.Linear`.
+        """Initialize weight and bias like `nn.Linear`.
 
-        A sharded layer draws the whole weight and keeps its rows.
-
-        So the same state of the global generator on all ranks gives the same weight for every number of ranks, and
-        the one that an unsharded layer would have got.
+        A sharded layer draws the whole weight and keeps its rows. If the global generator has the same state on all
+        ranks, the weight is therefore the same for any number of ranks, and equals that of an unsharded layer.
         """
         primary = primary_of(self.weight)
         if primary is None:
@@ -194,37 +205,37 @@ class PrimaryFloat8Linear(nn.Linear):
             return
         if primary.is_meta:
             return
-        # kaiming_uniform_(a=sqrt(5)) of nn.Linear is uniform within 1 / sqrt(in_features), for weight and bias
+        # kaiming_uniform_(a=sqrt(5)) of nn.Linear is uniform within 1 / sqrt(in_features), as is its bias
         bound, state = 1 / math.sqrt(self.in_features) if self.in_features else 0.0, primary.state
         whole = torch.empty(state.full_shape, dtype=primary.dtype, device=primary.device).uniform_(-bound, bound)
         state.write(whole[state.first_row : state.first_row + state.rows], fresh=True)
         increment_version(self.weight)
         if self.bias is not None:
-            # drawn whole as well, so that all ranks leave the generator in the same state
+            # drawn whole as well, so that the generator ends in the same state on all ranks
             local, first = local_of(self.bias), region_of(self.bias).offset[0]
             whole = torch.empty(self.bias.shape, dtype=local.dtype, device=local.device).uniform_(-bound, bound)
             local.copy_(whole[first : first + len(local)])
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PrimaryFloat8Linear":
-        """Move the module; a new dtype leaves codes and scales unchanged."""
-        # `nn.Module._apply` swaps the content of wrapper subclasses with a new tensor's, attributes included
+        """Move or cast the module; a cast keeps codes and scales."""
+        # `nn.Module._apply` swaps the content of wrapper subclasses with that of a new tensor, attributes included
         attributes = dict(self.weight.__dict__)
         super()._apply(partial(_moved, fn), recurse)
         for name, value in attributes.items():  # attributes of Megatron and others: main_grad, main_param
             self.weight.__dict__.setdefault(name, value)
         primary = primary_of(self.weight)
         if primary is not None:
-            show_scales(self)  # buffers of the weight, which moved with it: a cast must not round them
+            show_scales(self)  # the scales of the moved weight replace the buffers, which a cast has rounded
         return self
 
     def extra_repr(self) -> str:
-        """Describe the differences from `nn.Linear`."""
+        """Return the arguments of `nn.Linear` and the cast of the weight."""
         cast = self.config.weight
         return f"{super().extra_repr()}, primary={cast.scaling} {cast.granularity} {cast.format}"
 
 
 def new_weight(plain: torch.Tensor, config: LinearConfig, options: dict[str, Any]) -> nn.Parameter:
-    """Return FP8 zeros like a plain parameter."""
+    """Return an FP8 weight of zeros, like a plain parameter."""
     state = WeightState.empty(plain, config.weight, **options)
     return nn.Parameter(PrimaryFloat8Weight(state.codes, state), requires_grad=plain.requires_grad)
 
@@ -232,9 +243,8 @@ def new_weight(plain: torch.Tensor, config: LinearConfig, options: dict[str, Any
 def _operand(cast: CastRecipe, weight: torch.Tensor, record: bool, both: bool) -> Quantized:
     """Return a weight [out_features, in_features] as an FP8 operand.
 
-    FP8 weights keep their codes; plain values are cast now.
-
-    The caller replaced the weight by plain values, with `torch.func.functional_call` for example.
+    FP8 weights provide their codes. Plain values, for example from `torch.func.functional_call`, are quantized with
+    current scaling.
     """
     if isinstance(weight, GatheredWeight):
         return quantized(weight)
@@ -245,33 +255,33 @@ def _operand(cast: CastRecipe, weight: torch.Tensor, record: bool, both: bool) -
     return Quantized(weight.codes, weight.state.scale_inv, cast.fp8_format, grid.tile)
 
 
-def _refuse_distribution(layer: PrimaryFloat8Linear) -> bool:
+def _reject_distribution(layer: PrimaryFloat8Linear) -> bool:
     raise Fp8UnsupportedError(
         "torch's tensor parallelism cannot cut FP8 primary weights. Use fp8-torch-fsdp, which has tensor-parallel "
         "layers, the parallel layers of TransformerEngine, or fully_shard alone."
     )
 
 
-# `distribute_module` reads this name from every module on all ranks before it communicates. Without an error here the
-# first rank would raise and the others would wait.
-setattr(PrimaryFloat8Linear, DISTRIBUTED, property(_refuse_distribution))
+# `distribute_module` reads this attribute of every module before it communicates, on all ranks. Without an error here
+# the first rank would raise later, and the others would wait for it.
+setattr(PrimaryFloat8Linear, DISTRIBUTED, property(_reject_distribution))
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is plain: no FP8 weight, gathered or not."""
+    """Return whether a parameter is plain, distributed or not."""
     return type(local_of(parameter)) in (torch.Tensor, nn.Parameter)
 
 
 def _moved(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """Apply `nn.Module._apply` to the module, keeping FP8 weights FP8 under casts."""
+    """Apply the function of `nn.Module._apply`; FP8 weights stay FP8."""
     primary = primary_of(tensor)
     if primary is None:
         return fn(tensor)
-    # `fn` is tried on an empty tensor: applied to the weight, a cast would return dequantized values
+    # an empty tensor shows what `fn` does; a cast of the weight itself would return dequantized values
     wanted = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
     if wanted.is_shared() and wanted.device.type == "cpu":
         primary.share_memory_()
-    if tensor.is_meta and not wanted.is_meta:  # `to_empty`: there is nothing to move
+    if tensor.is_meta and not wanted.is_meta:  # `to_empty`
         moved = torch.empty_like(tensor, device=wanted.device)
     else:
         moved = tensor if wanted.device == tensor.device else tensor.to(wanted.device)
@@ -279,4 +289,6 @@ def _moved(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> 
     if local is None or wanted.dtype == tensor.dtype:
         return moved
     part = dataclasses.replace(local.state.part, dtype=wanted.dtype)
-    return distributed_like(moved, PrimaryFloat8Weight(local._codes, local.state.around(local.state.codes, part=part)))
+    return distributed_like(
+        moved, PrimaryFloat8Weight(local._codes, local.state.with_codes(local.state.codes, part=part))
+    )

@@ -1,8 +1,8 @@
 """TransformerEngine's FP8 tensors with the methods of `WeightState`, and its context manager.
 
-TransformerEngine is not imported before its context is used: its tensors are recognized by the names of their
-classes and attributes, which are equal in the releases 2.11 to 2.20. It copies the unrounded values, gathers under
-FSDP2 and saves on its own; this module checks its copies and requantizes its tensors.
+TransformerEngine is imported only by its context manager. Its tensors are recognized by the names of their classes and
+attributes, which are equal in the releases 2.11 to 2.20. TransformerEngine itself copies the unrounded values, gathers
+under FSDP2 and saves; this module checks its copies against the codes, and quantizes its tensors again.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from fp8_te_init.errors import StaleInitError
 from fp8_te_init.weight.state import Record, Release, WeightState
 from fp8_te_init.weight.tensor import primary_of
 
-KEEPS = "_fp8_keeps"
-"""The attribute of a tensor that holds when its copy is dropped."""
+PRESERVE_UNTIL = "_fp8_preserve_until"
+"""Attribute of a tensor that holds its `Release`, that is, when TransformerEngine's copy is dropped."""
 
 PER_TENSOR, BLOCKS, MX = "Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor"
 NEEDED = {
@@ -32,9 +32,9 @@ NEEDED = {
     BLOCKS: ("_rowwise_data", "_rowwise_scale_inv", "_fp8_dtype", "_quantizer", "quantize_", "dequantize"),
     MX: ("_rowwise_data", "_rowwise_scale_inv", "_fp8_dtype", "_quantizer", "quantize_", "dequantize"),
 }
-"""The attributes that this file uses of each class; a test looks for them in the real ones."""
+"""Attributes of each class that this module uses; a test checks that the real classes have them."""
 
-# Shards consist of whole blocks: of 128x128 values, or for MX of 32, down a column in the transposed copy.
+# A shard must consist of whole blocks: 128 rows of a 128x128 block, 32 rows of an MX block of the transposed codes.
 _ROWS_OF_SHARDS = {PER_TENSOR: 1, BLOCKS: 128, MX: 32}
 _ONE_SCALE = ScaleGrid(CastRecipe())
 
@@ -42,16 +42,17 @@ RECIPES = {
     "tensorwise": "Float8CurrentScaling",
     "tensorwise_delayed": "DelayedScaling",
     "blockwise": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
     "mx": "MXFP8BlockScaling",
 }
-"""TransformerEngine's classes for the names of recipes."""
+"""TransformerEngine's recipe classes by the names of equal recipes; "mx" is another name of "mxfp8"."""
 
 
 def fp8_of(parameter: object) -> "WeightState | TeWeight | None":
     """Return the local FP8 rows of a parameter, None without FP8.
 
     Raises:
-        Fp8UnsupportedError: A tensor of TransformerEngine that cannot be read or is sharded unevenly.
+        Fp8UnsupportedError: See `TeWeight`.
     """
     primary = primary_of(parameter)
     if primary is not None:
@@ -62,7 +63,7 @@ def fp8_of(parameter: object) -> "WeightState | TeWeight | None":
 
 def kind_of(parameter: object) -> str | None:
     """Return the TransformerEngine class name of an FP8 parameter, else None."""
-    # along the MRO: subclasses count as well
+    # the whole MRO, to include subclasses
     return next((cls.__name__ for cls in type(local_of(parameter)).__mro__ if cls.__name__ in NEEDED), None)
 
 
@@ -71,10 +72,11 @@ class TeWeight:
 
     Args:
         parameter: The parameter, plain or distributed by FSDP2.
-        kind: The name of its class.
+        kind: Name of its class in `NEEDED`.
 
     Raises:
-        Fp8UnsupportedError: It lacks an attribute, or its rows are not sharded equally in whole blocks.
+        Fp8UnsupportedError: If the tensor lacks an attribute, or the ranks do not hold equally many whole blocks of
+            rows.
     """
 
     def __init__(self, parameter: Any, kind: str) -> None:
@@ -97,9 +99,9 @@ class TeWeight:
 
     @property
     def fmt(self) -> Format:
-        """The format of the codes."""
+        """FP8 format of the codes."""
         dtype = self._tensor._fp8_dtype
-        # an IntEnum in newer releases, whose str() is a number
+        # newer releases have an IntEnum, whose str() is a number
         return get_format("e5m2" if "E5M2" in getattr(dtype, "name", str(dtype)) else "e4m3")
 
     @property
@@ -110,11 +112,15 @@ class TeWeight:
     @property
     def device(self) -> torch.device:
         """Device of the codes."""
-        return self.own_codes.device
+        return self.local_codes.device
 
     @property
-    def own_codes(self) -> torch.Tensor:
-        """uint8 [n, columns], the rows that are held here."""
+    def local_codes(self) -> torch.Tensor:
+        """Codes of the rows held here, uint8 [n, columns].
+
+        Raises:
+            Fp8UnsupportedError: If the tensor holds only transposed codes.
+        """
         data = self._tensor._data if self._kind == PER_TENSOR else self._tensor._rowwise_data
         if data is None:
             raise Fp8UnsupportedError(
@@ -129,36 +135,40 @@ class TeWeight:
         return (self._tensor._scale_inv if self._kind == PER_TENSOR else self._tensor._rowwise_scale_inv).nbytes
 
     def expanded_scale_inv(self) -> torch.Tensor:
-        """Return the float32 scale back from FP8, a scalar."""
+        """Return the float32 scale back from FP8, a scalar.
+
+        Raises:
+            Fp8UnsupportedError: If the weight has several scales.
+        """
         if self._kind != PER_TENSOR:
             raise Fp8UnsupportedError(f'fallback="dither" is for weights with one scale; this is a {self._kind}.')
         return self._tensor._scale_inv.reshape(())
 
     def values(self) -> torch.Tensor:
-        """Return float32 [n, columns], dequantized."""
+        """Return dequantized values, float32 [n, columns]."""
         if self._kind != PER_TENSOR:
-            return self._tensor.dequantize(dtype=torch.float32).view(self.own_codes.shape)
-        return decoding.values(self.own_codes.view(torch_dtype(self.fmt)), self.fmt) * self.expanded_scale_inv()
+            return self._tensor.dequantize(dtype=torch.float32).view(self.local_codes.shape)
+        return decoding.values(self.local_codes.view(torch_dtype(self.fmt)), self.fmt) * self.expanded_scale_inv()
 
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
-        """Return uint8 codes of values [n, columns] by the tensor's own quantizer.
+        """Return uint8 codes of values [n, columns].
 
-        A tensor with one scale keeps it. Only its reciprocal is stored, so each scale into FP8 that has this
-        reciprocal is tried.
+        The tensor's quantizer computes new block scales. A single scale is kept. TransformerEngine stores only its
+        reciprocal, so this method tries each scale into FP8 with that reciprocal until the codes equal the tensor's.
         """
         if self._kind != PER_TENSOR:
-            made = self._tensor._quantizer(values.to(self.dtype).view(self._tensor.shape))
-            return made._rowwise_data.view(torch.uint8).view(self.own_codes.shape)
+            quantized = self._tensor._quantizer(values.to(self.dtype).view(self._tensor.shape))
+            return quantized._rowwise_data.view(torch.uint8).view(self.local_codes.shape)
         inverse = self.expanded_scale_inv()
         nearest = casts.reciprocal(inverse)
-        # rounding makes the reciprocal of the reciprocal another number at times, at most one step on either side
+        # the reciprocal of the reciprocal may differ from the scale, by one float32 step at most
         others = [torch.nextafter(nearest, torch.full_like(nearest, end)) for end in (0.0, torch.inf)]
         known = getattr(self._tensor._quantizer, "scale", None)
         others += [] if known is None else [known.detach().reshape(()).to(inverse.device)]
-        codes = torch.empty_like(self.own_codes)
+        codes = torch.empty_like(self.local_codes)
         for scale in [nearest, *(other for other in others if torch.equal(casts.reciprocal(other), inverse))]:
             codes = casts.quantize(values, scale, self.fmt).view(torch.uint8)
-            if torch.equal(codes, self.own_codes):
+            if torch.equal(codes, self.local_codes):
                 break
         return codes
 
@@ -166,23 +176,23 @@ class TeWeight:
         """Return TransformerEngine's copy [n, columns], None if missing or cleared.
 
         Raises:
-            StaleInitError: It does not quantize to the present codes.
+            StaleInitError: If the copy does not quantize to the current codes.
         """
-        values = self.start
+        values = self.unrounded
         if values is None:
             return None
         if type(values) is not torch.Tensor or not torch.equal(
-            self.quantized(values.view(self.own_codes.shape).to(self.device)), self.own_codes
+            self.quantized(values.view(self.local_codes.shape).to(self.device)), self.local_codes
         ):
             raise StaleInitError(
                 f"TransformerEngine's copy of a weight {tuple(self.full_shape)} does not quantize to its present "
                 "codes: it was changed, or initialized a second time. Reset parameters on the meta device "
                 "alone, or name a fallback."
             )
-        return values.view(self.own_codes.shape)
+        return values.view(self.local_codes.shape)
 
     def best_values(self) -> torch.Tensor:
-        """Return unrounded values if known, else rounded, on the codes' device."""
+        """Return unrounded values if valid, else dequantized ones, on the codes' device."""
         try:
             values = self.init_values()
         except StaleInitError:
@@ -190,22 +200,22 @@ class TeWeight:
         return self.values() if values is None else values.to(self.device)
 
     @property
-    def start(self) -> torch.Tensor | None:
-        """TransformerEngine's own copy, unchecked."""
+    def unrounded(self) -> torch.Tensor | None:
+        """TransformerEngine's copy of the unrounded values, not checked; None without one."""
         get = getattr(self._tensor, "get_high_precision_init_val", None)
         return None if get is None else get()
 
-    displaced: None = None
-    displaced_bytes = 0
+    previous_state: None = None
+    previous_state_bytes = 0
 
     @property
-    def keeps(self) -> Release | None:
-        """When its copy is dropped."""
-        return getattr(self._tensor, KEEPS, "seed")
+    def preserve_until(self) -> Release | None:
+        """When TransformerEngine's copy is dropped."""
+        return getattr(self._tensor, PRESERVE_UNTIL, "seed")
 
     @property
     def master(self) -> Any:
-        """The float32 master, weakly referenced, and its rounding dtype; see `WeightState`."""
+        """Weak reference to the float32 master, and its rounding dtype."""
         return getattr(self._tensor, "_fp8_master", None)
 
     @master.setter
@@ -214,32 +224,41 @@ class TeWeight:
 
     @property
     def live_master(self) -> torch.Tensor | None:
-        """The master, if it is alive."""
+        """The float32 master if it is alive, else None."""
         return None if self.master is None else self.master[0]()
 
-    def after_forward(self, keeps: Release | None) -> None:
-        """Drop the copy if no living master needs it."""
-        if keeps == "forward" or (keeps == "seed" and self.live_master is None):
+    def after_forward(self, preserve_until: Release | None) -> None:
+        """Drop the copy after a forward, as `preserve_until` selects."""
+        if preserve_until == "forward" or (preserve_until == "seed" and self.live_master is None):
             self.release()
 
     def release(self) -> int:
-        """Clear TransformerEngine's copy; return its bytes."""
-        held = self.start
-        if held is None:
+        """Clear TransformerEngine's copy, and return its bytes."""
+        values = self.unrounded
+        if values is None:
             return 0
         self._tensor.clear_high_precision_init_val()
-        return held.nbytes
+        return values.nbytes
 
     def amax_bits(self, values: torch.Tensor) -> torch.Tensor:
-        """Return int32 [1], MAX-reduced to the scale; empty for block scales."""
+        """Return the amax bits, int32 [1]; empty for block scales.
+
+        Their maximum over all ranks determines the scale.
+        """
         if self._kind != PER_TENSOR:
             return torch.zeros(0, dtype=torch.int32, device=values.device)
         return _ONE_SCALE.amax_bits(values, Region.whole(self.full_shape))
 
     def quantize_(self, values: torch.Tensor, bits: torch.Tensor | None, *, record: Record = "start") -> None:
-        """Write codes of values [n, columns] with the agreed scale.
+        """Quantize values [n, columns] into the codes, with a scale from `bits`.
 
-        Transposed codes are dropped.
+        Transposed codes become invalid; TransformerEngine creates them again. Block scales follow from the values, and
+        `bits` is not used for them.
+
+        Args:
+            values: float16, bfloat16 or float32.
+            bits: Maximum of `amax_bits` over ranks; None computes the scale from these values alone.
+            record: Has no effect.
         """
         tensor = self._tensor
         if self._kind != PER_TENSOR:
@@ -252,7 +271,7 @@ class TeWeight:
         )
         bits = self.amax_bits(values) if bits is None else bits
         scale = casts.scale_from_amax(_ONE_SCALE.amax(bits, self.full_shape), self.fmt, policy)
-        self.own_codes.copy_(casts.quantize(values, scale, self.fmt).view(torch.uint8))
+        self.local_codes.copy_(casts.quantize(values, scale, self.fmt).view(torch.uint8))
         tensor._scale_inv.copy_(casts.reciprocal(scale).reshape(tensor._scale_inv.shape))
         tensor._transpose_invalid = True
         known = getattr(quantizer, "scale", None)
@@ -264,19 +283,21 @@ def te_context(backend: str, recipe: Any, *, enabled: bool, preserve: bool) -> c
     """Return TransformerEngine's context manager, or a null context without TransformerEngine.
 
     Args:
-        backend: "te" needs it, "auto" takes it where it has been imported and has the recipe.
+        backend: "te" requires TransformerEngine. "auto" uses it if it has been imported and has the recipe. "native"
+            does not use it.
         recipe: A recipe object of TransformerEngine, a name, a `Recipe`, or None.
         enabled: Whether weights are FP8.
-        preserve: Whether it copies values before rounding.
+        preserve: Whether TransformerEngine copies the unrounded values.
 
     Raises:
-        Fp8UnsupportedError: It is needed, and cannot be imported or has no such context manager or recipe.
+        Fp8UnsupportedError: If TransformerEngine is required and cannot be imported, or the imported release has no
+            such context manager or recipe.
     """
-    # "auto" never imports it: code that builds its modules has imported it already
+    # "auto" does not import it, because code that builds its modules has imported it before
     if backend == "native" or (backend == "auto" and "transformer_engine.pytorch" not in sys.modules):
         return contextlib.nullcontext()
     te = _imported("transformer_engine.pytorch")
-    # the newer name first; older releases have the second one alone
+    # newer releases have the first name, older ones only the second
     init = getattr(te, "quantized_model_init", None) or getattr(te, "fp8_model_init", None)
     if init is None:
         raise Fp8UnsupportedError(
@@ -287,7 +308,7 @@ def te_context(backend: str, recipe: Any, *, enabled: bool, preserve: bool) -> c
     if name is not None:
         kind = RECIPES.get(name)
         if kind is None and (backend == "auto" or not enabled):
-            return contextlib.nullcontext()  # its modules are not changed
+            return contextlib.nullcontext()  # modules of TransformerEngine stay in high precision
         if kind is None:
             raise Fp8UnsupportedError(
                 f"transformer_engine has no recipe for {name!r}. Use one of {', '.join(RECIPES)}, or its own recipes."

@@ -363,7 +363,7 @@ class Program:
             master = local_of(self.optimizer.master_of(layer.weight))
             rows = local_of(layer.weight).state
             codes = rows.quantized(master.to(self.dtype))
-            assert torch.equal(codes, rows.own_codes), " ".join([after, *self.log])
+            assert torch.equal(codes, rows.local_codes), " ".join([after, *self.log])
             if self.follows:
                 held = whole((twin.weight if self.is_rounded else self.master_of(twin)).detach())
                 expected = self.rounded(held) if self.is_rounded else held

@@ -56,7 +56,7 @@ def digests(model, optimizer):
     for layer in model:
         local, master = local_of(layer.weight), local_of(optimizer.master_of(layer.weight))
         scale = local.state.scale.numpy().tobytes()
-        for index, data in enumerate((whole(local.state.own_codes), scale, whole(master))):
+        for index, data in enumerate((whole(local.state.local_codes), scale, whole(master))):
             found[index] = zlib.crc32(data, found[index])
     return " ".join(f"{value:08x}" for value in found)
 

@@ -57,13 +57,13 @@ def test_nothing_stays_of_shards_that_no_optimizer_trains(rank, recipe, release)
         half[1].weight.requires_grad_(False)
         shard(half, 3)
     optimizer, x = masters_for(half, seed=False), torch.ones(1, WIDTHS[0])
-    rows = [sum(weight.to_local().state.own_codes.numel() for weight in weights(net)) for net in (reference, half)]
+    rows = [sum(weight.to_local().state.local_codes.numel() for weight in weights(net)) for net in (reference, half)]
     kept = [fti.memory_report(net).copies for net in (reference, half)]
     assert kept == [4 * rows[0], 4 * rows[1]]
     with torch.no_grad():
         reference(x)
     half(x)
-    own = 0 if release == "forward" else 4 * rows[1] - 4 * half[1].weight.to_local().state.own_codes.numel()
+    own = 0 if release == "forward" else 4 * rows[1] - 4 * half[1].weight.to_local().state.local_codes.numel()
     left = [4 * rows[0], 4 * rows[1]] if release == "manual" else [0, own]
     assert [fti.memory_report(net).copies for net in (reference, half)] == left
     optimizer.zero_grad()
@@ -74,7 +74,7 @@ def test_nothing_stays_of_shards_that_no_optimizer_trains(rank, recipe, release)
 @on_ranks(2)
 def test_bytes_of_each_weight_before_and_after_seeding_and_release_are_those_of_this_rank(rank):
     whole, model = deep(), sharded(2)
-    rows = sum(weight.to_local().state.own_codes.numel() for weight in weights(model))
+    rows = sum(weight.to_local().state.local_codes.numel() for weight in weights(model))
     kept = [fti.memory_report(model).copies]
     optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
     kept.append(fti.memory_report(model, optimizer).copies)

@@ -136,6 +136,19 @@ def test_low_precision_parameters_that_are_not_fp8_get_masters_whose_gradients_d
     assert equal(before, optimizer.masters()), "no gradient, no step"
 
 
+@pytest.mark.parametrize("write", [lambda optimizer: optimizer.step(), lambda optimizer: optimizer.write_back()])
+def test_masters_that_are_set_are_rounded_into_low_precision_parameters(write):
+    """The values of the parameter replaced the master that was set."""
+    net = built(dtype=torch.bfloat16)
+    optimizer, bias = masters_for(net), net[0].bias
+    values = torch.full(bias.shape, 0.3)
+    optimizer.set_master(bias, values)
+    assert torch.equal(optimizer.master_of(bias), values)
+    write(optimizer)
+    assert torch.equal(bias, values.bfloat16())
+    assert torch.equal(optimizer.master_of(bias), values)
+
+
 def test_accumulation_clipping_and_loss_scaling_reach_the_masters():
     net = built()
     optimizer, scaler = masters_for(net), torch.amp.GradScaler("cpu", init_scale=4.0)

@@ -131,7 +131,7 @@ def test_seeding_asks_for_memory_back_when_the_values_are_gone(monkeypatch):
     """64 MiB were released, and resident memory stayed: the values were still referred to."""
     net, alive = built(), []
     optimizer = masters_for(net, seed=False)
-    starts = [weakref.ref(weight.state.start) for weight in weights(net)]
+    starts = [weakref.ref(weight.state.unrounded) for weight in weights(net)]
     monkeypatch.setattr(seeding, "_return_freed_memory", lambda: alive.extend(start() for start in starts))
     fti.seed_masters(optimizer, net)
     assert alive == [None, None]
@@ -261,7 +261,7 @@ def test_the_step_that_torch_makes_to_have_an_optimizer_build_its_state_moves_no
     before, state = [*codes(net), net[0].weight.state.history.clone()], net[0].weight.state
     get_state_dict(net, optimizer)
     assert equal([*codes(net), state.history], before)
-    assert state.start is not None
+    assert state.unrounded is not None
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": functools.partial(reloaded, weights_only=False)}

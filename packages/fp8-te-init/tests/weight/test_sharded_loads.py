@@ -302,9 +302,9 @@ def test_a_copy_that_is_sent_instead_of_a_written_shard_has_its_agreed_codes(ran
     (sent,), (scale_inv, _) = copied.fsdp_pre_all_gather(mesh, layer.weight.shape, (), layer, MixedPrecisionPolicy())
     reference(torch.ones(1, WIDTHS[0]))
     wanted = reference[0].weight.to_local().state
-    assert torch.equal(sent[: wanted.rows], wanted.own_codes)
+    assert torch.equal(sent[: wanted.rows], wanted.local_codes)
     assert torch.equal(scale_inv, wanted.scale_inv)
-    assert torch.equal(local.state.own_codes, wanted.own_codes)
+    assert torch.equal(local.state.local_codes, wanted.local_codes)
 
 
 @on_ranks(2)

@@ -283,7 +283,7 @@ REFUSED = {
     "another device": (lambda net: data_of(net[0], torch.ones(40, 24, device="meta")), "on meta"),
     "a bucket": (lambda net: data_of(net[0], torch.ones(4000)[:960].view(40, 24)), "a part of a larger buffer"),
     "codes of another format": (lambda net: written(net[0], torch.zeros(40, 24).to(torch.float8_e5m2)), "float8_e5m2"),
-    "a plain parameter behind the layer's back": (put_behind_its_back, "replaced by a plain parameter behind its back"),
+    "a plain parameter behind the layer's back": (put_behind_its_back, "replaced by a plain parameter through"),
     "an optimizer of the assigned object": (
         step_of_what_was_assigned,
         "the FP8 layer that it was assigned to replaced",

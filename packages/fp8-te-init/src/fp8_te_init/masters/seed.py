@@ -1,4 +1,4 @@
-"""`seed_masters`, `rescale_`: masters from the values before rounding, scales from their maxima."""
+"""`seed_masters` initializes masters from unrounded values; `rescale_` recomputes scales."""
 
 import contextlib
 import ctypes
@@ -28,7 +28,7 @@ from fp8_te_init.weight.state import WeightState
 Fallback = Literal["dequantize", "dither"]
 
 _ERRORS = (Fp8Error, MissingInitError, StaleInitError)
-"""Error classes indexed by the code that ranks exchange; the most specific class is last."""
+"""Error classes by the number, from 1 on, that ranks exchange; the highest number of all ranks is raised."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +36,9 @@ class SeedReport:
     """Result of `seed_masters` on this rank.
 
     Attributes:
-        sources: Source of each seeded parameter's master: "init" (the values that were written, in the weight's dtype
-            at that time), "dequantize" or "dither".
-        released_bytes: Bytes of values before rounding that were dropped.
+        sources: Source of each master by the name of its parameter: "init" (the unrounded values, in the dtype that
+            the weight had when they were written), "dequantize" or "dither".
+        released_bytes: Bytes of unrounded values that were dropped.
     """
 
     sources: Mapping[str, str]
@@ -53,38 +53,53 @@ def seed_masters(
     fallback: Fallback | None = None,
     seed: int = 0,
 ) -> SeedReport:
-    """Set float32 masters to the unrounded values, then drop these values.
+    """Initialize float32 masters from the unrounded values, then drop these values.
 
-    All ranks call it. It drops the values of every weight under `model`, also of weights that no optimizer trains. If
-    one rank fails, all ranks raise an error of the same class, and nothing is set or dropped.
+    Collective: call it on all ranks. It drops the values of every weight of `model`, including weights that no
+    optimizer trains. An error on one rank raises an error of the same class on all ranks, and no master is set and no
+    value dropped.
 
     Args:
-        optimizer: A `MasterOptimizer`; TransformerEngine's FusedAdam with masters; or an optimizer of float32 masters
-            that the parameters name as `main_param` (Megatron) or its state as "master_param". All of them, if the
-            weights of `model` are divided among several.
+        optimizer: `MasterOptimizer`, TransformerEngine's `FusedAdam` with master weights, or an optimizer whose float32
+            masters are available as `main_param` of parameters (Megatron) or as "master_param" in its state. Pass all
+            optimizers if several share the model.
         model: The model, wrapped or not.
-        fallback: Source for weights whose unrounded values are not known: None raises, "dequantize" uses the rounded
-            values, "dither" spreads these over their rounding cells (for random initializations only).
+        fallback: Source for weights whose unrounded values are unknown or stale. None raises an error, "dequantize"
+            uses the rounded values, "dither" draws values that round to the same codes (for random initializations
+            only).
         seed: Seed of "dither".
 
+    Returns:
+        The source of each master and the number of released bytes, on this rank.
+
     Raises:
-        MissingInitError: The values of a weight are not known, or its optimizer has no masters, or none of the FP8
-            weights belongs to the optimizer.
-        StaleInitError: The values of a weight do not belong to its codes.
+        Fp8Error: If the arguments are swapped, or `fallback` is unknown.
+        MissingInitError: If the unrounded values of a weight are unknown, its optimizer has no master for it, or the
+            optimizers hold none of the FP8 weights.
+        StaleInitError: If the unrounded values of a weight do not belong to its codes.
+
+    Example:
+        >>> import torch
+        >>> from fp8_te_init import MasterOptimizer, fp8_model_init, seed_masters
+        >>> with fp8_model_init(preserve_high_precision_init_val=True):
+        ...     model = torch.nn.Linear(64, 64)
+        >>> optimizer = MasterOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3)
+        >>> seed_masters(optimizer, model)
+        SeedReport(sources={'weight': 'init'}, released_bytes=16384)
     """
     optimizers = _checked(optimizer, model, fallback)
-    # before the wrapper is taken off: the group of DDP is known to the wrapper alone
+    # before the wrapper is removed, which holds the process group
     groups = _groups_of(model)
     model = model.module if isinstance(model, DistributedDataParallel) else model
     weights = list(fp8_weights(model))
-    # Quantize values that were written to shards now. Without preservation they are not known afterwards, as in one
-    # process.
+    # Written values of shards are quantized first. Unless they are preserved, they are dropped then, as in a model that
+    # is not sharded.
     agree_on_written(parameter for _, parameter, _ in weights)
     masters: list[tuple[Callable[[torch.Tensor], None], torch.Tensor]] = []
     sources: dict[str, str] = {}
     with _raising_together(groups, weights[0][2].device if weights else torch.device("cpu")):
         for name, parameter, weight in weights:
-            setters = [_setter(one, name, parameter, strict=fallback is None) for one in optimizers]
+            setters = [_setter(each, name, parameter, strict=fallback is None) for each in optimizers]
             setters = [set_ for set_ in setters if set_ is not None]
             if setters:
                 values, sources[name] = _values(name, weight, fallback, seed)
@@ -100,7 +115,7 @@ def seed_masters(
     for set_, values in masters:
         set_(values)
     released = sum(weight.release() for _, _, weight in weights)
-    masters.clear()  # it refers to the released values
+    masters.clear()  # drop references to the released values
     values = set_ = None
     _return_freed_memory()
     return SeedReport(sources=sources, released_bytes=released)
@@ -108,22 +123,29 @@ def seed_masters(
 
 @torch.no_grad()
 def rescale_(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
-    """Requantize every FP8 weight with the scale of its global maximum.
+    """Quantize every FP8 weight again, with scales of its current amax.
 
-    All ranks call it.
-
-    TransformerEngine's delayed scaling starts with 1 otherwise.
+    Collective: call it on all ranks, which agree on one amax. Use it after the initialization with TransformerEngine's
+    delayed scaling, whose weights otherwise start with a scale of 1. It quantizes the most exact values that are known:
+    unrounded ones, else masters, else dequantized ones.
 
     Args:
         model: Any module.
-        group: The ranks whose weights share scales, for parts that are built as separate layers (Megatron). The default
-            is the ranks that hold other rows of the same parameter.
+        group: Ranks whose weights share scales although each rank built a separate layer (Megatron). By default, the
+            ranks that hold other rows of the same parameter.
 
     Returns:
-        The number of all-reduces: one for each process group.
+        The number of all-reduces: one for each process group of more than one rank.
 
     Raises:
-        StaleInitError: The values before rounding of a weight do not belong to its codes.
+        StaleInitError: If the unrounded values of a weight do not belong to its codes.
+
+    Example:
+        >>> import torch
+        >>> from fp8_te_init import convert_linear, rescale_
+        >>> model = convert_linear(torch.nn.Linear(64, 64), recipe="tensorwise_delayed")
+        >>> rescale_(model)  # the number of all-reduces: none on one rank
+        0
     """
     weights = list(fp8_weights(model))
     for _, _, weight in weights:
@@ -134,8 +156,8 @@ def rescale_(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
 
 
 def fp8_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, WeightState | TeWeight]]:
-    """Yield name, parameter and local FP8 rows of each weight."""
-    # gathered weights are other objects than the weights in optimizers
+    """Yield name, parameter and local FP8 rows of each FP8 weight."""
+    # optimizers hold the shards, not the gathered weights
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -146,8 +168,9 @@ def fp8_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, WeightSta
 
 
 def _checked(optimizer: Any, model: Any, fallback: Any) -> list[Optimizer]:
+    """Validate the arguments of `seed_masters`, and return the optimizers."""
     optimizers: list[Any] = [optimizer] if isinstance(optimizer, Optimizer | nn.Module) else list(optimizer)
-    if not isinstance(model, nn.Module) or not all(isinstance(one, Optimizer) for one in optimizers):
+    if not isinstance(model, nn.Module) or not all(isinstance(each, Optimizer) for each in optimizers):
         raise Fp8Error(
             "seed_masters takes an optimizer (or several), then the model: seed_masters(optimizer, model). It got "
             f"{type(optimizer).__name__} and {type(model).__name__}."
@@ -160,7 +183,12 @@ def _checked(optimizer: Any, model: Any, fallback: Any) -> list[Optimizer]:
 def _values(
     name: str, weight: WeightState | TeWeight, fallback: Fallback | None, seed: int
 ) -> tuple[torch.Tensor, str]:
-    """Return the values [n, columns] for a master, and their source."""
+    """Return the values [n, columns] for a master, and their source.
+
+    Raises:
+        MissingInitError: If the unrounded values are unknown, and there is no fallback.
+        StaleInitError: If they are stale, and there is no fallback.
+    """
     try:
         values = weight.init_values()
     except StaleInitError as error:
@@ -170,7 +198,7 @@ def _values(
     if values is not None:
         return values, "init"
     if fallback is None:
-        if isinstance(weight, TeWeight) and weight.own_codes.shape[0] != weight.full_shape[0]:
+        if isinstance(weight, TeWeight) and weight.local_codes.shape[0] != weight.full_shape[0]:
             raise MissingInitError(f"TransformerEngine's copy of {name} did not survive fully_shard. {ORDER}")
         raise MissingInitError(
             f"The values before rounding of {name} are not known. Build the model in "
@@ -181,17 +209,24 @@ def _values(
 
 
 def _setter(optimizer: Any, name: str, parameter: Any, *, strict: bool) -> Callable[[torch.Tensor], None] | None:
-    """Return a setter for the float32 master of a parameter.
+    """Return a function that sets a parameter's master, None without a master.
 
-    None if the optimizer does not train the parameter.
+    Args:
+        optimizer: Any optimizer.
+        name: Name of the parameter, for errors.
+        parameter: The parameter.
+        strict: Whether to raise if the optimizer trains the parameter without a master.
+
+    Raises:
+        MissingInitError: If it does, and `strict` is set.
     """
     if isinstance(optimizer, MasterOptimizer) and optimizer.owns(parameter):
         return lambda values: optimizer.set_master(parameter, values)
-    # `is`: comparing tensors with == or `in` compares their elements
-    owned = any(local is parameter for group in optimizer.param_groups for local in group["params"])
+    # `is`, because == and `in` compare the elements of tensors
+    owned = any(each is parameter for group in optimizer.param_groups for each in group["params"])
     if owned and hasattr(optimizer, "set_scaled_state") and getattr(optimizer, "master_weights", True):
         return _setter_of_fused(optimizer, parameter)
-    # checked first: `state` is a defaultdict, and a look-up would add an empty entry
+    # `in` first, because `state` is a defaultdict, to which a look-up adds an entry
     master = optimizer.state[parameter].get(MASTER) if parameter in optimizer.state else None
     master = getattr(parameter, "main_param", None) if master is None else master
     if isinstance(master, torch.Tensor):
@@ -211,7 +246,11 @@ def _setter(optimizer: Any, name: str, parameter: Any, *, strict: bool) -> Calla
 
 
 def _setter_of_fused(optimizer: Any, parameter: Any) -> Callable[[torch.Tensor], None]:
-    """Return a setter for a master in TransformerEngine's FusedAdam."""
+    """Return a function that sets a master in TransformerEngine's FusedAdam.
+
+    Raises:
+        MissingInitError: If the optimizer stores only remainders of its masters.
+    """
     if getattr(optimizer, "store_param_remainders", False) and parameter.dtype == torch.bfloat16:
         raise MissingInitError(
             "FusedAdam(store_param_remainders=True) keeps 16 bits of each master and takes the others from the "
@@ -222,24 +261,27 @@ def _setter_of_fused(optimizer: Any, parameter: Any) -> Callable[[torch.Tensor],
         if MASTER not in optimizer.state.get(parameter, {}):
             optimizer.initialize_state(parameter, False)  # False: without remainders
         held = local_of(optimizer.state[parameter][MASTER])
-        # a copy: where masters are scaled, the method scales its argument in place
+        # a copy, because the method scales its argument in place if masters are scaled
         optimizer.set_scaled_state(parameter, MASTER, values.to(held.device, torch.float32, copy=True))
 
     return set_
 
 
 def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Return process groups over all ranks that hold a model."""
+    """Return the process groups that connect all ranks of a model."""
     groups: list[Any] = [m.process_group for m in model.modules() if isinstance(m, DistributedDataParallel)]
     meshes = [p.device_mesh for m in model.modules() for p in m._parameters.values() if isinstance(p, DTensor)]
     groups += [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
-    # in the order of the modules, which all ranks share
+    # in the order of the modules, which is the same on all ranks
     return list({group.group_name: group for group in groups}.values())
 
 
 @contextlib.contextmanager
 def _raising_together(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Iterator[None]:
-    """Raise on all ranks if one rank raises in this context."""
+    """Raise on all ranks if one rank raises an `Fp8Error` inside.
+
+    The other ranks raise the class with the highest number in `_ERRORS`.
+    """
     problem: Fp8Error | None = None
     try:
         yield
@@ -247,7 +289,7 @@ def _raising_together(groups: Sequence[dist.ProcessGroup], device: torch.device)
         problem = error
     kind = max((number for number, cls in enumerate(_ERRORS, 1) if isinstance(problem, cls)), default=0)
     flags = torch.tensor([kind], dtype=torch.int32, device=device)
-    for group in groups:  # one after the other: together over all ranks that any path of groups connects
+    for group in groups:  # one after another, so that the maximum reaches all ranks
         (flags,), _ = max_over_ranks([flags], group)
     if not flags.item():
         return

@@ -1,4 +1,4 @@
-"""Create masters, find their gradients, and match replaced parameters."""
+"""Create masters, read their gradients, and match replaced parameters."""
 
 import itertools
 import weakref
@@ -16,20 +16,26 @@ from fp8_te_init.transformer_engine import fp8_of
 
 @torch.no_grad()
 def new_master(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a float32 master of the unrounded, else the rounded values."""
+    """Return a float32 master of the unrounded, else the rounded values.
+
+    Raises:
+        StaleInitError: If the unrounded values do not belong to the codes.
+    """
     weight, local = fp8_of(parameter), local_of(parameter)
-    start = None if weight is None else weight.init_values()
-    values = start if start is not None else local.detach() if weight is None else weight.values()
+    unrounded = None if weight is None else weight.init_values()
+    values = unrounded if unrounded is not None else local.detach() if weight is None else weight.values()
     return distributed_like(parameter, values.to(local.device, torch.float32, copy=True))
 
 
 def part_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the part of a tensor matching `like`.
+    """Return a copy of a tensor, distributed like another one.
 
-    Both have the same global shape; the copy is distributed like `like`.
+    Args:
+        whole: A plain tensor with all elements, or a DTensor placed like `like`.
+        like: A plain tensor or DTensor of the same global shape.
 
     Raises:
-        Fp8Error: `whole` is distributed itself, and otherwise.
+        Fp8Error: If `whole` is a DTensor with other placements than `like`.
     """
     local, part = local_of(like), local_of(whole)
     if not isinstance(whole, DTensor):
@@ -44,12 +50,12 @@ def part_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def register_master(parameter: torch.Tensor, master: torch.Tensor, *, rounds: bool) -> None:
-    """Register the master of an FP8 weight for its other optimizers.
+    """Register the master of an FP8 weight, which other optimizers then share.
 
     Args:
-        parameter: The weight.
-        master: Its master.
-        rounds: Whether it is rounded to the weight's dtype before it is quantized.
+        parameter: The parameter; ignored if it is not FP8.
+        master: Its float32 master. The weight refers to it weakly.
+        rounds: Whether the master is rounded to the weight's dtype before it is quantized.
     """
     weight = fp8_of(parameter)
     if weight is not None:
@@ -57,7 +63,7 @@ def register_master(parameter: torch.Tensor, master: torch.Tensor, *, rounds: bo
 
 
 def gradient_elsewhere(parameter: Any) -> torch.Tensor | None:
-    """Return the gradient of a parameter where TransformerEngine and Megatron put it."""
+    """Return the gradient in the attributes of TransformerEngine and Megatron, or None."""
     gradient = getattr(parameter, "decoupled_grad", None)
     return getattr(parameter, "main_grad", None) if gradient is None else gradient
 
@@ -65,14 +71,14 @@ def gradient_elsewhere(parameter: Any) -> torch.Tensor | None:
 def exchanged(
     groups: Sequence[tuple[Sequence[torch.Tensor], int]], known: Mapping[torch.Tensor, object]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the parameters that replaced the known ones, in their order.
+    """Return (old, new) pairs of replaced parameters, in order.
 
     Args:
-        groups: The parameters of each group, and how many it had before.
+        groups: The current parameters of each group, and its number of parameters before.
         known: The previous parameters, in the order of the groups.
 
     Raises:
-        Fp8Error: A parameter replaces none of the known ones, or one of another shape.
+        Fp8Error: If a parameter was added instead of replacing one, or replaces one of another shape.
     """
     rest, pairs = iter(list(known)), list[tuple[torch.Tensor, torch.Tensor]]()
     present = {id(parameter) for parameters, _ in groups for parameter in parameters}

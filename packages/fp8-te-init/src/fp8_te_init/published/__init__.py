@@ -1,4 +1,4 @@
-"""Load, fine-tune and save published FP8 checkpoints without a high-precision copy.
+"""Published FP8 checkpoints: load, fine-tune and save without a high-precision copy.
 
 Example:
     with torch.device("meta"):

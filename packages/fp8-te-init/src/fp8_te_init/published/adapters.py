@@ -1,4 +1,4 @@
-"""Initialize PEFT adapters on the meta device, independent of the rank count."""
+"""Initialization of PEFT adapters that were built on the meta device."""
 
 import math
 import re
@@ -17,23 +17,25 @@ _ADAPTER = re.compile(r"\.lora_|^lora_")
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a name belongs to LoRA or DoRA of PEFT."""
+    """Return whether a parameter's name belongs to PEFT's LoRA or DoRA."""
     return _ADAPTER.search(name) is not None
 
 
 def start_adapter(model: nn.Module, name: str, seed: int) -> None:
     """Write PEFT's initial values to the local rows of an adapter.
 
-    A is uniform within 1 / sqrt(columns), drawn whole from the name, B zero, a magnitude of DoRA the norm of a row of
-    the decoded weight. Source: PEFT 0.21, `LoraLayer.reset_lora_parameters` and `DoraLinearLayer.update_layer`.
+    LoRA's A is uniform within 1 / sqrt(columns), B is zero, and a magnitude of DoRA is the norm of its row of the
+    decoded weight. The whole A is drawn from seed and name, so that it is the same for any number of ranks. Source:
+    PEFT 0.21, `LoraLayer.reset_lora_parameters` and `DoraLinearLayer.update_layer`.
 
     Args:
-        model: Its base weights are loaded.
-        name: The name of the parameter.
-        seed: Of the draw.
+        model: Model under PEFT, with loaded base weights.
+        name: Name of the adapter's parameter in the model.
+        seed: Seed of A.
 
     Raises:
-        Fp8UnsupportedError: The adapter is of another kind.
+        Fp8UnsupportedError: If the initial values of such an adapter are not known, or a magnitude is sharded unlike
+            its weight.
     """
     parameter = model.get_parameter(name)
     local, first = local_of(parameter), region_of(parameter).offset[0]

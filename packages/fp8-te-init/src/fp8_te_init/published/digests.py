@@ -1,9 +1,9 @@
-"""Compute digests of weights sent in parts.
+"""Digests of weights that are sent in parts.
 
-NumPy only: a receiver needs no torch and may copy this file.
+This module needs only NumPy, so that a receiver without torch can copy the file.
 
-The digest of a tensor is the sum, modulo 2^64, of a hash of each 8 bytes with their place and the tensor's name. Parts
-add up, in any order and from any ranks. It finds mistakes; it is no signature.
+The digest of a tensor is the sum, modulo 2^64, of a hash of each 8 bytes with their position and the tensor's name. So
+the digests of parts can be added, in any order and from any ranks. A digest detects mistakes; it is not a signature.
 """
 
 import hashlib
@@ -15,9 +15,12 @@ _MASK, _GOLDEN = 2**64 - 1, np.uint64(0x9E3779B97F4A7C15)
 
 
 def digest(name: str, first: int, rows: np.ndarray) -> int:
-    """Return the digest of a tensor's rows from index `first` on.
+    """Return the digest of rows of a tensor.
 
-    Rows are uint8 [n, bytes].
+    Args:
+        name: Name of the tensor.
+        first: Index of the first row.
+        rows: uint8 [n, bytes per row].
     """
     words = np.ascontiguousarray(np.pad(rows, ((0, 0), (0, -rows.shape[1] % 8)))).view(np.uint64)
     key = np.uint64(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
@@ -27,7 +30,7 @@ def digest(name: str, first: int, rows: np.ndarray) -> int:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Return 64 mixed bits.
+    """Return uint64 with mixed bits.
 
     Source: Steele, Lea and Flood 2014, SplitMix64 (Stafford's variant 13).
     """
@@ -37,28 +40,40 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 class Receiver:
-    """Checks received parts, and at the end that none is missing.
+    """Checker of received rows that lists missing ones at the end.
 
     Args:
-        rows: How many rows each tensor has, by the names that the engine expects; 1 for scalars.
+        rows: Number of rows of each expected tensor, by the engine's name; 1 for scalars.
+
+    Attributes:
+        rows: As above.
+        seen: Indices of the rows that were received, by name.
+        sums: Digest of the rows that were received, by name.
     """
 
     def __init__(self, rows: Mapping[str, int]) -> None:
         self.rows, self.seen, self.sums = dict(rows), dict[str, set[int]](), dict[str, int]()
 
     def take(self, name: str, first: int, rows: np.ndarray, sent: int) -> bool:
-        """Return whether received rows match the digest under this name.
+        """Check received rows, record them, and return whether they are correct.
 
-        Rows are uint8 [n, bytes].
+        Args:
+            name: Name of the tensor.
+            first: Index of the first row.
+            rows: uint8 [n, bytes per row].
+            sent: Digest that was sent with the rows.
+
+        Returns:
+            False if the tensor is not expected, or the digest differs.
         """
         if name not in self.rows or digest(name, first, rows) != sent:
             return False
         fresh = set(range(first, first + len(rows))) - self.seen.setdefault(name, set())
-        if len(fresh) == len(rows):  # a scale comes from each rank that holds codes of it
+        if len(fresh) == len(rows):  # several ranks may send the same scales, which count once
             self.seen[name] |= fresh
             self.sums[name] = self.sums.get(name, 0) + sent & _MASK
         return True
 
     def missing(self) -> list[str]:
-        """Return the names of tensors of which rows have not come."""
+        """Return the names of tensors with missing rows."""
         return sorted(name for name, count in self.rows.items() if len(self.seen.get(name, ())) != count)

@@ -1,4 +1,4 @@
-"""Stream local rows of weights to an inference engine, in digested buckets."""
+"""Streams of local rows of weights for inference engines, with digests."""
 
 import contextlib
 import math
@@ -23,7 +23,7 @@ from fp8_te_init.published.weight import CODES, E4M3
 
 
 class Sent(NamedTuple):
-    """Rows of a tensor under the engine's name, with index and digest."""
+    """Rows of a tensor: name, index of the first row, rows, digest."""
 
     name: str
     first: int
@@ -40,27 +40,25 @@ def stream_weights(
     power_of_2_scales: bool = False,
     rename: Rename = None,
 ) -> Iterator[list[Sent]]:
-    """Yield this rank's part of a model in the published layout.
+    """Yield this rank's rows of a model in the published layout.
 
-    Nothing is gathered.
-
-    Codes and scales equal the trainer's: the receiver's digests (`digests.Receiver`) prove that
-    it got the same bytes. Engines may change them after loading: see the guide.
+    Nothing is gathered. The codes and scales are the model's own, and a `Receiver` checks by digests that the same
+    bytes were received. Engines may change them after loading: see the guide.
 
     Args:
-        model: As `load_published` filled it, whole or sharded. Adapters are not sent.
-        like: The folder that was loaded; engines expect its names, dtypes and shapes.
-        bucket_bytes: The largest size of a bucket; a row is never divided.
-        power_of_2_scales: Requantize blocks with float scales to powers of two, as vLLM does after loading for
-            DeepGEMM: to an engine that got these, the step changes no value, and an engine that got the others has
-            these afterwards. All ranks call it. The trainer's values are the unrounded ones.
-        rename: As of `convert_published`.
+        model: Model that `load_published` has filled, whole or sharded. Adapters are not sent.
+        like: Folder that was loaded; engines expect its names, dtypes and shapes.
+        bucket_bytes: Largest size of a bucket in bytes. A row is never divided, so that a longer row exceeds it.
+        power_of_2_scales: Whether to requantize blocks with float scales to powers of two, as vLLM does for DeepGEMM
+            after loading. An engine that receives these values does not change them; an engine that receives
+            the others has these afterwards. The model is not changed. Collective: all ranks iterate.
+        rename: See `convert_published`.
 
     Yields:
-        Lists of rows, their names, places and digests.
+        Lists of rows with their names, positions and digests.
 
     Raises:
-        Fp8Error: `bucket_bytes` is not positive.
+        Fp8Error: If `bucket_bytes` is not positive, or the folder does not fit the model.
     """
     rows = (_requantized if power_of_2_scales else published_tensors)(model, Checkpoint(like), rename)
     yield from _buckets(rows, bucket_bytes)
@@ -68,27 +66,27 @@ def stream_weights(
 
 @torch.no_grad()
 def stream_tensors(tensors: Mapping[str, torch.Tensor], *, bucket_bytes: int = 1 << 28) -> Iterator[list[Sent]]:
-    """Yield this rank's part of a state dict under engine names.
+    """Yield this rank's rows of a state dict, in buckets.
 
-    Nothing is gathered.
-
-    With `fp8_common.torch_layers.export.serving_state_dict` these are the codes and scales of weights that are trained
-    in high precision, by the rule of compressed-tensors or of DeepSeek.
+    Nothing is gathered. Pass `fp8_common.torch_layers.export.serving_state_dict` to send codes and scales of weights
+    that are trained in high precision, in the format of compressed-tensors or DeepSeek.
 
     Args:
-        tensors: Whole, or DTensors that are cut along their first dimension.
-        bucket_bytes: As of `stream_weights`.
+        tensors: Tensors by the engine's names: whole, or DTensors that are sharded along their first dimension.
+        bucket_bytes: See `stream_weights`.
 
     Yields:
-        Lists of rows, their names, places and digests. A `Receiver` takes `{name: len(tensor)}`, 1 for scalars.
+        Lists of rows with their names, positions and digests. Create the `Receiver` with `{name: len(tensor)}`, and 1
+        for scalars.
 
     Raises:
-        Fp8Error: A tensor is cut along another dimension, or `bucket_bytes` is not positive.
+        Fp8Error: If a tensor is sharded along another dimension, or `bucket_bytes` is not positive.
     """
-    yield from _buckets((_rows_here(name, tensor) for name, tensor in tensors.items()), bucket_bytes)
+    yield from _buckets((_local_rows(name, tensor) for name, tensor in tensors.items()), bucket_bytes)
 
 
-def _rows_here(name: str, tensor: torch.Tensor) -> tuple[str, int, torch.Tensor]:
+def _local_rows(name: str, tensor: torch.Tensor) -> tuple[str, int, torch.Tensor]:
+    """Return (name, index of the first local row, local rows)."""
     offset, local = region_of(tensor).offset, local_of(tensor)
     if local.shape[1:] != tensor.shape[1:]:
         raise Fp8Error(f"{name} is cut along another dimension than the first, and engines take rows.")
@@ -96,7 +94,7 @@ def _rows_here(name: str, tensor: torch.Tensor) -> tuple[str, int, torch.Tensor]
 
 
 def _buckets(tensors: Iterable[tuple[str, int, torch.Tensor]], bucket_bytes: int) -> Iterator[list[Sent]]:
-    """Yield (name, first row, rows) in buckets of limited bytes, with digests."""
+    """Yield buckets of limited bytes from (name, first row, rows)."""
     if bucket_bytes <= 0:
         raise Fp8Error(f"bucket_bytes must be positive, got {bucket_bytes}.")
     bucket, size = list[Sent](), 0
@@ -116,19 +114,20 @@ def _buckets(tensors: Iterable[tuple[str, int, torch.Tensor]], bucket_bytes: int
 
 
 def rows_of(like: str | Path) -> dict[str, int]:
-    """Return the number of rows of each tensor, for `digests.Receiver`."""
+    """Return the row counts of a folder's tensors, for a `Receiver`."""
     return {name: entry.shape[0] if entry.shape else 1 for name, entry in Checkpoint(like).entries.items()}
 
 
 def _requantized(model: nn.Module, files: Checkpoint, rename: Rename) -> Iterator[tuple[str, int, torch.Tensor]]:
     """Yield `published_tensors` with block scales converted like vLLM's for DeepGEMM.
 
-    The scale of a block is the amax of its decoded values by 448, rounded up to a power of two; the values are rounded
-    once more. Source: vLLM 0.33, `requant_weight_ue8m0_inplace` and `per_block_cast_to_fp8`.
+    The scale of a block is the amax of its decoded values (at least 1e-4), divided by 448 and rounded up to a power of
+    two. The decoded values are then rounded to E4M3 again. Source: vLLM 0.33, `requant_weight_ue8m0_inplace` and
+    `per_block_cast_to_fp8`.
     """
     grids, shapes = dict[str, ScaleGrid](), dict[str, torch.Size]()
     for name, entry in files.entries.items():
-        with contextlib.suppress(Fp8UnsupportedError):  # no parameter is made of it
+        with contextlib.suppress(Fp8UnsupportedError):  # a tensor that belongs to no parameter
             layout = files.layout(name) if entry.dtype == "F8_E4M3" else None
             if layout is not None and layout.block == (BLOCK, BLOCK) and layout.dtype != torch.float8_e8m0fnu:
                 grids[name] = ScaleGrid(CastRecipe(granularity="blockwise_128x128"), len(entry.shape) == 3)
@@ -136,7 +135,7 @@ def _requantized(model: nn.Module, files: Checkpoint, rename: Rename) -> Iterato
 
     def walk() -> Iterator[tuple[str, Region, torch.Tensor, tuple[str, int, torch.Tensor] | None]]:
         tensors = published_tensors(model, files, rename)
-        for name, first, rows in tensors:  # scales come behind their codes
+        for name, first, rows in tensors:  # scales follow their codes
             region = Region.along(0, first, shapes.get(name, rows.shape))
             yield name, region, rows, next(tensors) if name in grids else None
 
@@ -151,7 +150,7 @@ def _requantized(model: nn.Module, files: Checkpoint, rename: Rename) -> Iterato
         if behind is not None:
             values = decoded(name, region, rows, behind[2])
             bits[name] = bits[name].maximum(grids[name].amax_bits(values, region))
-    # two ranks can hold rows of one block
+    # several ranks may hold rows of one block
     agreed, _ = max_over_ranks(list(bits.values()), dist.group.WORLD if dist.is_initialized() else None)
     bits = dict(zip(bits, agreed, strict=True))
     for name, region, rows, behind in walk():

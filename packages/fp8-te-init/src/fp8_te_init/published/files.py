@@ -1,7 +1,8 @@
-"""`Checkpoint`: headers of a folder of safetensors files, rows on demand.
+"""`Checkpoint`: a folder of safetensors files, read row by row.
 
-The format (https://github.com/huggingface/safetensors): 8 bytes with the length of the header, a JSON header with
-dtype, shape and place of each tensor, and their bytes, little-endian. The header decides how a layer is quantized.
+A file (https://github.com/huggingface/safetensors) consists of 8 bytes with the length of the header, a JSON header
+with dtype, shape and byte range of each tensor, and the bytes of the tensors, little-endian. The dtypes and shapes in
+the header determine how a layer is quantized.
 """
 
 import json
@@ -39,7 +40,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Entry(NamedTuple):
-    """One tensor of a file: offset, dtype and shape."""
+    """Header entry of a tensor, which begins at byte `begin`."""
 
     file: str
     dtype: str
@@ -49,12 +50,12 @@ class Entry(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one index of the first dimension."""
+        """Bytes of an index of the first dimension, or of a scalar."""
         return self.nbytes // max(1, self.shape[0]) if self.shape else self.nbytes
 
 
 class Layout(NamedTuple):
-    """Scales of a weight: their name, dtype and granularity."""
+    """Name, dtype and granularity of a weight's scales."""
 
     scale: str
     dtype: torch.dtype
@@ -62,20 +63,20 @@ class Layout(NamedTuple):
 
 
 class Checkpoint:
-    """A folder with `config.json` and safetensors files.
+    """Folder with `config.json` and safetensors files.
 
     Args:
         path: The folder.
 
     Attributes:
         path: The folder.
-        config: `config.json`.
+        config: Content of `config.json`.
         entries: Header entries by tensor name.
         bytes_read: Bytes of tensors that were read so far.
 
     Raises:
-        Fp8Error: A file is missing or cut off, or holds no safetensors header.
-        Fp8UnsupportedError: `quantization_config` names another format or other blocks.
+        Fp8Error: If a file is missing or truncated, or has no safetensors header.
+        Fp8UnsupportedError: If `quantization_config` specifies another format than E4M3 or other blocks than 128x128.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -90,7 +91,7 @@ class Checkpoint:
 
     @cached_property
     def files(self) -> list[str]:
-        """The names of the safetensors files."""
+        """Names of the safetensors files."""
         index = self.path / INDEX
         if index.is_file():
             return sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -130,7 +131,8 @@ class Checkpoint:
         """Return a weight's scale layout from the header, None if unquantized.
 
         Raises:
-            Fp8UnsupportedError: It is quantized otherwise, with the name of the layer.
+            Fp8UnsupportedError: If the weight has other codes than E4M3, no scales, or scales of another layout. The
+                message names the layer.
         """
         entry, layer = self.entries[name], name.removesuffix(".weight")
         if entry.dtype != "F8_E4M3":
@@ -138,7 +140,7 @@ class Checkpoint:
                 raise Fp8UnsupportedError(f"{layer}: codes of {entry.dtype} cannot be loaded, E4M3 can.")
             return None
         names = [f"{name}_scale_inv", f"{name}_scale", f"{layer}.scale", f"{layer}.qscale_weight"]
-        scale = next((one for one in names if one in self.entries), None)
+        scale = next((candidate for candidate in names if candidate in self.entries), None)
         if scale is None:
             raise Fp8UnsupportedError(f"{layer} has FP8 codes and no scales; looked for {', '.join(names)}.")
         dtype, shape = self.entries[scale].dtype, self.entries[scale].shape
@@ -153,9 +155,9 @@ class Checkpoint:
     # ------------------------------------------------------------ bytes
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Return rows [first, last) of a tensor on the CPU.
+        """Read rows [first, last) of a tensor, and no other bytes.
 
-        No other byte is read; the dtype is the file's.
+        The result is on the CPU, in the file's dtype.
         """
         entry = self.entries[name]
         shape, begin, nbytes = entry.shape, entry.begin, entry.nbytes
@@ -167,10 +169,16 @@ class Checkpoint:
         return torch.from_numpy(read).view(DTYPES[entry.dtype]).view(shape)
 
     def write(self, folder: Path, name: str, tensor: torch.Tensor, first: int = 0) -> None:
-        """Write rows of a tensor, from `first` on, into files of `folder`.
+        """Write rows of a tensor to a folder that `begin_copy` has created.
+
+        Args:
+            folder: The folder.
+            name: Name of the tensor.
+            tensor: The rows, in the file's dtype.
+            first: Index of the first row.
 
         Raises:
-            Fp8Error: The rows have another dtype or shape than the file has.
+            Fp8Error: If the rows do not have the dtype and shape of the file.
         """
         entry = self.entries[name]
         rows = (first + len(tensor), *tensor.shape[1:]) if tensor.ndim else ()
@@ -185,12 +193,16 @@ class Checkpoint:
             file.write(data.data)
 
     def begin_copy(self, folder: Path, written: Iterable[str]) -> None:
-        """Create files in `folder` with equal headers.
+        """Create a copy of this checkpoint without the values of some tensors.
 
-        Copies all tensors except `written`, and all other files.
+        Headers, all other tensors and all other files are copied.
+
+        Args:
+            folder: Folder of the copy, which is created.
+            written: Names of tensors that the caller writes later.
 
         Raises:
-            Fp8Error: `folder` is the checkpoint itself.
+            Fp8Error: If `folder` is the folder of this checkpoint.
         """
         if folder.resolve() == self.path.resolve():
             raise Fp8Error(f"{folder} is the checkpoint that was loaded: save to another folder.")
@@ -208,10 +220,10 @@ class Checkpoint:
 
 
 def header_of(path: Path) -> tuple[int, dict[str, Any]]:
-    """Return the length and content of a safetensors header.
+    """Return the length in bytes and the content of a safetensors header.
 
     Raises:
-        Fp8Error: It has none.
+        Fp8Error: If the file does not begin with such a header.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -224,7 +236,7 @@ def header_of(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _block_of(codes: tuple[int, ...], scales: tuple[int, ...]) -> Any:
-    """Return the granularity of a scale; "other" if unknown."""
+    """Return the `Block` of scales from shapes, "other" if unsupported."""
     if len(scales) == 4 and scales[1] == scales[3] == 1:  # ModelOpt: [blocks of rows, 1, blocks of columns, 1]
         scales = scales[::2]
     if len(codes) == 2 and math.prod(scales) == 1:

@@ -1,4 +1,4 @@
-"""Layers with published weights: `PublishedLinear`, and stacked experts."""
+"""Layers with published weights: `PublishedLinear` and `PublishedExperts`."""
 
 import functools
 import inspect
@@ -21,91 +21,89 @@ from fp8_common.torch_layers.linear.function import LinearSpec, fp8_linear
 from fp8_te_init.published.weight import CODES, PublishedWeight, operand_of, published_of
 
 Multiply = Literal["decoded", "fp8"]
-"""Operands of matmuls: values decoded each time, or codes and quantized activations."""
+"""Operands of matmuls: "decoded" values of the weight, or its "fp8" codes with quantized activations."""
 
 RECIPES = {None: "tensorwise", (1, 0): "rowwise", (128, 128): "blockwise"}
-"""The recipe for activations and gradients next to weights of each block."""
+"""Recipe for activations and gradients, by the block of the weight's scales."""
 STACKS = ("gate_up_proj", "down_proj")
 
 
 class _Published(nn.Module):
-    """Base of layers with published weights: keeps codes in moves and checkpoints."""
+    """Base class that keeps codes of published weights under casts."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """Move the module; a new dtype leaves the codes unchanged."""
+        """Move or cast the module; a cast keeps codes and scales."""
         super()._apply(partial(_moved, fn), recurse)
         for name in self._parameters:
-            _show_scales(self, name)  # buffers of the weight: a cast must not round them
+            _show_scales(self, name)  # the scales of the moved weight replace the buffers, which a cast has rounded
         return self
 
 
 class PublishedLinear(_Published, nn.Linear):
     """Linear layer on the codes and scales of a file.
 
-    Made by `convert_published`.
+    `convert_published` creates it.
 
     Attributes:
-        spec: Static settings of FP8 matmuls; None if values are decoded.
+        spec: Static inputs of FP8 matmuls; None if values are decoded.
     """
 
     spec: LinearSpec | None
 
-    # traced, the guards on codes and scales would fail
+    # not traced, because guards on codes and scales would fail
     @disable_compiler
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return input @ weight.T + bias, like `nn.Linear` on the decoded weight.
 
         Args:
-            input: [..., in_features] in the weight's dtype, or any that autocast turns into it.
+            input: [..., in_features] in the dtype of the weight, or any floating-point dtype under autocast.
 
         Returns:
             [..., out_features].
         """
         weight = self.weight
         if not isinstance(weight, PublishedWeight):
-            return super().forward(input)  # a high-precision copy, where it was given one
+            return super().forward(input)  # a high-precision weight was assigned
         if self.spec is not None:
             output = fp8_linear(input, weight, self.spec)
             return output if self.bias is None else output + self.bias.to(output.dtype)
         kind = input.device.type
         autocast = kind != "meta" and torch.is_autocast_enabled(kind) and not weight.requires_grad
         if autocast and weight.dtype != torch.get_autocast_dtype(kind):
-            # autocast would make a copy of the values, which autograd would keep
+            # autocast would copy the decoded values, and autograd would save the copy
             weight = weight.standing_for(torch.get_autocast_dtype(kind))
         return nn.functional.linear(input, weight, self.bias)
 
     def reset_parameters(self) -> None:
-        """Do nothing: codes come from the file."""
+        """Do nothing, because the codes come from the file."""
 
     def extra_repr(self) -> str:
-        """Describe the differences from `nn.Linear`."""
+        """Return the arguments of `nn.Linear`, the recipe of the weight and `multiply`."""
         weight = published_of(self._parameters.get("weight"))
         block = "high precision" if weight is None else f"published={RECIPES[cast('Any', weight.stored.block)]}"
         return f"{super().extra_repr()}, {block}, multiply={'decoded' if self.spec is None else 'fp8'}"
 
 
 class _Fp8Experts(TorchFunctionMode):
-    """Multiplies published expert stacks in FP8, inside their original loop."""
+    """Mode that multiplies published expert stacks in FP8 in their original loop."""
 
     def __init__(self, spec: LinearSpec) -> None:
         super().__init__()
         self.spec = spec
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Replace `F.linear` where a published weight multiplies."""
+        """Replace `F.linear` with `fp8_linear` for published weights."""
         if func is nn.functional.linear and not kwargs and len(args) == 2 and isinstance(args[1], PublishedWeight):
             return fp8_linear(*args, self.spec)
         return func(*args, **(kwargs or {}))
 
 
 class PublishedExperts(_Published):
-    """Experts of Transformers as stacks, multiplied one expert at a time.
-
-    Stacks are [experts, rows, columns].
+    """Base class of Transformers' experts with published stacks [experts, rows, columns].
 
     Attributes:
-        published_name: The name of the module in the model.
-        spec: Static settings of FP8 matmuls; None if values are decoded.
+        published_name: Name of the module in the model, for errors.
+        spec: Static inputs of FP8 matmuls; None if values are decoded.
     """
 
     published_name: str
@@ -113,12 +111,12 @@ class PublishedExperts(_Published):
 
     @disable_compiler
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Loop over the selected experts.
+        """Run the original forward, which loops over the selected experts.
 
         The model's `experts_implementation` has no effect.
 
         Raises:
-            Fp8UnsupportedError: An adapter was put on a whole stack.
+            Fp8UnsupportedError: If a stack was replaced, for example by an adapter on the whole stack.
         """
         for name in STACKS:
             if not isinstance(getattr(self, name), PublishedWeight):
@@ -128,25 +126,25 @@ class PublishedExperts(_Published):
                     "stack in every forward. Leave the experts out of target_modules."
                 )
         with nullcontext() if self.spec is None else _Fp8Experts(self.spec):
-            return _own_forward(type(self))(self, *args, **kwargs)
+            return _original_forward(type(self))(self, *args, **kwargs)
 
 
 @functools.cache
 def experts_class(cls: type) -> type:
-    """Return the replacement class of a module of experts."""
+    """Return the subclass of `PublishedExperts` for a class of experts."""
     return type(f"Published{cls.__name__}", (PublishedExperts, cls), {})
 
 
 @functools.cache
-def _own_forward(cls: type) -> Callable[..., Any]:
-    """Return the original expert loop under generated classes."""
+def _original_forward(cls: type) -> Callable[..., Any]:
+    """Return the undecorated forward of the class that a generated class extends."""
     classes = cls.__mro__
-    original = classes[classes.index(PublishedExperts) + 2]  # behind _Published
+    original = classes[classes.index(PublishedExperts) + 2]  # after PublishedExperts and _Published
     return inspect.unwrap(original.forward)
 
 
 def hold_linear(layer: nn.Linear, weight: PublishedWeight, multiply: Multiply) -> None:
-    """Make a layer a `PublishedLinear` with this weight."""
+    """Change a layer into a `PublishedLinear` with a published weight, in place."""
     adopted: Any = layer
     adopted.__class__ = PublishedLinear
     adopted.spec = _spec(weight, multiply)
@@ -154,9 +152,14 @@ def hold_linear(layer: nn.Linear, weight: PublishedWeight, multiply: Multiply) -
 
 
 def hold_stack(experts: nn.Module, name: str, weight: PublishedWeight, full_name: str, multiply: Multiply) -> None:
-    """Replace a parameter of experts by a published stack.
+    """Replace a parameter of experts with a published stack, in place.
 
-    Errors use the name `full_name`.
+    Args:
+        experts: Module of experts, whose class becomes a `PublishedExperts`.
+        name: Name of the parameter in the module.
+        weight: Published stack [experts, rows, columns].
+        full_name: Name of the parameter in the model, for errors.
+        multiply: Operands of matmuls.
     """
     changed: Any = experts
     changed.published_name = full_name.rpartition(".")[0]
@@ -174,32 +177,34 @@ def _spec(weight: PublishedWeight, multiply: Multiply) -> LinearSpec | None:
 
 
 def _hold(module: nn.Module, name: str, weight: PublishedWeight) -> None:
+    """Set a frozen published weight, its buffer and its state-dict hooks."""
     module._parameters[name] = nn.Parameter(weight, requires_grad=False)
     _show_scales(module, name)
-    # partials of functions of this module and no closures, so that modules that have them can be copied
+    # partials of module-level functions instead of closures, so that the module can be copied
     module.register_state_dict_post_hook(partial(_codes_out, name))
     module.register_load_state_dict_pre_hook(partial(_codes_in, name))
 
 
 def _show_scales(module: nn.Module, name: str) -> None:
-    """Register published scales as a buffer, named as in Transformers."""
+    """Register published scales as the buffer that Transformers names `..._scale_inv`."""
     weight = published_of(module._parameters.get(name))
     if weight is not None:
         module.register_buffer(f"{name}_scale_inv", weight.scale_inv)
 
 
 def _operand(weight: torch.Tensor, record: bool, both: bool) -> Quantized:
+    """Return a published weight as an FP8 operand; see `LinearSpec`."""
     if not isinstance(weight, PublishedWeight):
         raise Fp8Error("The weight of a published layer that multiplies in FP8 was replaced by values.")
     return operand_of(weight)
 
 
 def _moved(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """Apply `nn.Module._apply`, keeping codes under casts."""
+    """Apply the function of `nn.Module._apply`; casts keep codes."""
     weight = published_of(tensor)
     if weight is None:
         return fn(tensor)
-    # `fn` is tried on an empty tensor
+    # an empty tensor shows what `fn` does
     wanted = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
     if wanted.is_shared() and wanted.device.type == "cpu":
         raise Fp8UnsupportedError("Published FP8 weights cannot be shared between processes. Load them in each.")
@@ -207,19 +212,14 @@ def _moved(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> 
 
 
 def _codes_out(name: str, module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    """Replace the weight by its codes in a state dict.
+    """Replace the weight in a state dict with its codes.
 
-    Codes are uint8 [n, 1, ...]; scales are a buffer.
-
-    Its scales are a buffer.
-
-    Gloo and older NCCL do not support float8. The dimension of 1 is for other models: none of their loaders accepts
-        codes for
-    values, since no weight of theirs has it.
+    Codes are uint8 [n, 1, ...], because Gloo and older NCCL do not support float8. No weight of another model has the
+    dimension of size 1, so its loader raises instead of loading codes as values. Scales are a buffer of the module.
     """
     value: Any = state_dict.get(f"{prefix}{name}")
     weight = published_of(value)
-    if weight is None:  # values were assigned in its place
+    if weight is None:  # values were assigned to the parameter
         state_dict.pop(f"{prefix}{name}_scale_inv", None)
         return
     codes = weight.codes.view(torch.uint8).unsqueeze(1)
@@ -231,9 +231,11 @@ def _codes_out(name: str, module: nn.Module, state_dict: dict, prefix: str, loca
 
 
 def _codes_in(name: str, module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *rest: Any) -> None:
-    """Load codes in the weight's shape.
+    """Prepare codes in a state dict for loading.
 
-    Raise if their scales are missing, or if a load would replace both.
+    Raises:
+        Fp8Error: If the state dict has codes without scales of the right dtype and shape.
+        Fp8UnsupportedError: If a load with `assign=True` would replace the published weight.
     """
     key, parameter = f"{prefix}{name}", cast("torch.Tensor", module._parameters.get(name))
     weight = published_of(parameter)
@@ -244,9 +246,9 @@ def _codes_in(name: str, module: nn.Module, state_dict: dict, prefix: str, local
     local = local.squeeze(1) if local.ndim == weight.ndim + 1 and local.shape[1] == 1 else local
     state_dict[key] = distributed_like(parameter, local) if isinstance(given, DTensor) else local
     if scale_inv is None or scale_inv.dtype != weight.scale_inv.dtype or scale_inv.shape != weight.scale_inv.shape:
-        found = "missing" if scale_inv is None else f"{scale_inv.dtype} {list(scale_inv.shape)}"
+        given_scales = "missing" if scale_inv is None else f"{scale_inv.dtype} {list(scale_inv.shape)}"
         raise Fp8Error(
-            f"{key} holds FP8 codes, and {key}_scale_inv is {found}: {weight.scale_inv.dtype} "
+            f"{key} holds FP8 codes, and {key}_scale_inv is {given_scales}: {weight.scale_inv.dtype} "
             f"{list(weight.scale_inv.shape)} belongs to them."
         )
     if local_metadata.get("assign_to_params_buffers"):

@@ -1,4 +1,4 @@
-"""Load and save published FP8 checkpoints, row for row."""
+"""Load and save the local rows of published FP8 checkpoints."""
 
 import dataclasses
 import logging
@@ -29,9 +29,9 @@ class Loaded:
     """Result of `load_published` on this rank.
 
     Attributes:
-        bytes_read: Bytes of tensors, without headers.
-        unused: Tensors of the file that no parameter or buffer is made of: activation scales, draft heads. They are
-            carried over by `save_published`.
+        bytes_read: Bytes of tensors that were read, without headers.
+        unused: Names of tensors in the file without a parameter or buffer in the model, for example activation scales
+            and draft heads. `save_published` copies them.
     """
 
     bytes_read: int
@@ -42,28 +42,28 @@ class Loaded:
 def convert_published(
     model: nn.Module, path: str | Path, *, multiply: Multiply = "decoded", rename: Rename = None
 ) -> list[str]:
-    """Replace weights that the file quantizes by empty published weights.
+    """Replace weights that a checkpoint quantizes with empty published weights.
 
-    Reads only headers; call it before `fully_shard`.
-
-    The header decides for each layer: E4M3 codes become the weight of `nn.Linear` layers, and of the stacks
-    `gate_up_proj` and `down_proj` of Transformers' experts. All other parameters are unchanged. Build the model on the
-    meta device: values are not needed. Converted weights are frozen.
+    Call it before `fully_shard`; `load_published` fills the weights. It reads only the headers of the files, which
+    determine the result for each layer: E4M3 codes become weights of `nn.Linear` layers and of the stacks
+    `gate_up_proj` and `down_proj` of Transformers' experts. All other parameters are unchanged. Converted weights are
+    frozen. Build the model on the meta device, because its values are not used.
 
     Args:
-        model: Any module, or one under PEFT.
+        model: Any module, also under PEFT.
         path: Folder with `config.json` and safetensors files.
-        multiply: "decoded" decodes values for each matmul and equals a dequantized model bit for bit. "fp8" multiplies
-            codes with dynamically quantized activations and gradients, as engines do: faster on GPUs, and adapter
-            gradients differ by up to 12 % from the decoded model's.
-        rename: Maps the name of a parameter to its name in the file, where they differ.
+        multiply: "decoded" decodes values for each matmul, with the bits of a dequantized model. "fp8" multiplies codes
+            with dynamically quantized activations and gradients, as engines do: faster on GPUs, and adapter gradients
+            differ by up to 12 % from the decoded model's.
+        rename: Function from the name of a parameter in the model to its name in the file; None for equal names.
 
     Returns:
-        The names of the converted parameters.
+        Names of the converted parameters.
 
     Raises:
-        Fp8Error: The model is sharded already, the shapes do not fit, or the file quantizes nothing of this model.
-        Fp8UnsupportedError: A layer is quantized in a way that cannot be loaded; the message names it.
+        Fp8Error: If the folder is not a checkpoint, the model is sharded, shapes do not fit, or the checkpoint
+            quantizes no parameter of this model.
+        Fp8UnsupportedError: If a layer is quantized in a way that is not supported; the message names it.
     """
     if multiply not in typing.get_args(Multiply):
         raise Fp8Error(f"multiply must be one of {typing.get_args(Multiply)}, got {multiply!r}.")
@@ -82,10 +82,10 @@ def convert_published(
         if isinstance(parameter, DTensor):
             raise Fp8Error(f"{name} is distributed already: call convert_published before fully_shard.")
         if type(module) is nn.Linear and last == "weight":
-            _refuse_shared(model, name, parameter)
+            _check_not_shared(model, name, parameter)
             hold_linear(module, weight, multiply)
         elif last in STACKS and parameter.ndim == 3:
-            _refuse_experts(module, name)
+            _check_experts(module, name)
             hold_stack(module, last, weight, name, multiply)
         else:
             raise Fp8UnsupportedError(
@@ -111,26 +111,29 @@ def load_published(
 ) -> Loaded:
     """Fill a model from a published FP8 checkpoint, reading only local rows.
 
-    Codes and scales are copied byte for byte.
-
-    Converts the model first if necessary (`convert_published`). Allocates parameters on the meta device; besides the
-    model, memory holds only one shard of one tensor. No rank waits for another.
+    Codes and scales are copied byte for byte. A model without published weights is converted first, see
+    `convert_published`. Parameters on the meta device are allocated; besides the model, memory holds the local rows of
+    one tensor at a time. No rank waits for another.
 
     Args:
-        model: Whole, or after `fully_shard`; under PEFT, too.
-        path: As of `convert_published`.
-        multiply: As of `convert_published`.
-        rename: As of `convert_published`.
-        device: Where parameters of the meta device are allocated: the current accelerator, else the CPU.
-        seed: Of adapters on the meta device, which are drawn whole from their names, so that every number of ranks
-            gets the same: LoRA's A uniformly, B zeros, DoRA's magnitudes from the decoded weight.
+        model: Model, whole or after `fully_shard`, also under PEFT.
+        path: See `convert_published`.
+        multiply: See `convert_published`.
+        rename: See `convert_published`.
+        device: Device for parameters on the meta device. By default the device of a sharded model's mesh, else the
+            current accelerator, else the CPU.
+        seed: Seed of adapters on the meta device: LoRA's A is drawn uniformly, B is zero, and DoRA's magnitudes follow
+            from the decoded weight. Each A is drawn whole from seed and name, so that it is the same for any number of
+            ranks.
 
     Returns:
-        The tensors that were read, and the remaining ones of the file.
+        The number of bytes that were read, and the names of unused tensors of the file.
 
     Raises:
-        Fp8Error: A parameter is missing in the file or has another shape, or a buffer is on the meta device.
-        Fp8UnsupportedError: As of `convert_published`.
+        Fp8Error: If a parameter is missing in the checkpoint or has another shape or dtype there, or a buffer that is
+            missing in the checkpoint is on the meta device.
+        Fp8UnsupportedError: If a layer is quantized in a way that is not supported, or an adapter on the meta device is
+            neither LoRA nor DoRA.
     """
     if not any(published_of(parameter) is not None for parameter in model.parameters()):
         convert_published(model, path, multiply=multiply, rename=rename)
@@ -149,22 +152,22 @@ def load_published(
 
 @torch.no_grad()
 def save_published(model: nn.Module, path: str | Path, like: str | Path, *, rename: Rename = None) -> None:
-    """Save a model in the layout of its loaded checkpoint.
+    """Save a model in the layout of the checkpoint it came from.
 
-    All ranks call it; nothing is gathered.
-
-    Files, headers and all other files equal those in `like`; each rank writes its rows in place, on a file system that
-    all ranks share. Tensors without a parameter are copied. An unchanged model gives equal files, byte for byte.
-    Adapters are not written: PEFT's `save_pretrained` saves them.
+    Collective: call it on all ranks, with a folder on a file system that they share. Nothing is gathered: each rank
+    writes its rows. Names, headers and all other files equal those in `like`, and tensors without a parameter are
+    copied from there. An unchanged model gives equal files, byte for byte. Adapters are not written: PEFT's
+    `save_pretrained` saves them.
 
     Args:
-        model: As `load_published` filled it.
-        path: A folder, which is made.
-        like: The folder that was loaded.
-        rename: As of `convert_published`.
+        model: Model that `load_published` has filled.
+        path: Folder to write, which is created.
+        like: Folder that was loaded.
+        rename: See `convert_published`.
 
     Raises:
-        Fp8Error: A tensor has another dtype or shape than in `like`, or both folders are the same.
+        Fp8Error: If a tensor has another dtype or shape than in `like`, both folders are the same, or the first rank
+            cannot create the folder.
     """
     files, folder = Checkpoint(like), Path(path)
     written = [
@@ -184,9 +187,9 @@ def save_published(model: nn.Module, path: str | Path, like: str | Path, *, rena
 def published_tensors(
     model: nn.Module, files: Checkpoint, rename: Rename = None
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Yield (name in the file, first row, rows) for local rows.
+    """Yield (name in the file, first row, rows) of all local rows.
 
-    Scales come behind their codes, whole, from each rank that holds codes of them.
+    Codes are followed by all scales of their tensor, on each rank that holds any of its codes.
     """
     for name, tensor in _tensors(model):
         weight = published_of(tensor)
@@ -208,15 +211,15 @@ def published_tensors(
 
 def _converted(files: Checkpoint, name: str, parameter: torch.Tensor) -> PublishedWeight | None:
     """Return an empty weight for a quantized parameter, else None."""
-    made = [(part, files.layout(part.name)) for part in parts(files, name, tuple(parameter.shape))]
-    layouts = [layout for _, layout in made]
+    part_layouts = [(part, files.layout(part.name)) for part in parts(files, name, tuple(parameter.shape))]
+    layouts = [layout for _, layout in part_layouts]
     if not any(layouts):
         return None
     layer, first = name.removesuffix(".weight"), layouts[0]
     if any(layout is None or layout[1:] != first[1:] for layout in layouts if first):
         raise Fp8UnsupportedError(f"{layer}: its experts are quantized differently: {sorted(set(map(str, layouts)))}")
-    assert first is not None  # noqa: S101  some are, and all are alike
-    for part, _ in made:
+    assert first is not None  # noqa: S101  any of them is, and all are equal
+    for part, _ in part_layouts:
         rows = parameter.shape[-2] if part.expert is None else part.high - part.low
         expected = (*parameter.shape[: -2 if part.expert is None else 0], rows, parameter.shape[-1])
         if files.entries[part.name].shape != expected:
@@ -224,14 +227,14 @@ def _converted(files: Checkpoint, name: str, parameter: torch.Tensor) -> Publish
                 f"{part.name} is {list(files.entries[part.name].shape)} in the file; {list(expected)} fits the model."
             )
     block, stacked = first.block, parameter.ndim == 3
-    if stacked and block == (BLOCK, BLOCK) and any(part.low % BLOCK for part, _ in made):
+    if stacked and block == (BLOCK, BLOCK) and any(part.low % BLOCK for part, _ in part_layouts):
         raise Fp8UnsupportedError(
-            f"{layer}: {made[0][0].high} rows are no whole number of blocks of {BLOCK}, so that two matrices of "
-            "the stack would share a block."
+            f"{layer}: {part_layouts[0][0].high} rows are no whole number of blocks of {BLOCK}, so that two "
+            "matrices of the stack would share a block."
         )
     rows_of_one_scale = 1
-    if stacked and block is None:  # gate and up may have a scale each
-        block, rows_of_one_scale = (1, 0), made[0][0].high
+    if stacked and block is None:  # gate and up may have one scale each
+        block, rows_of_one_scale = (1, 0), part_layouts[0][0].high
     shape = () if block is None else (*parameter.shape[:-1], 1)
     if block == (BLOCK, BLOCK):
         shape = (*parameter.shape[:-2], *(-(-size // BLOCK) for size in parameter.shape[-2:]))
@@ -240,13 +243,13 @@ def _converted(files: Checkpoint, name: str, parameter: torch.Tensor) -> Publish
     return PublishedWeight.empty(parameter, scale_inv=scale_inv, block=block, rows_of_one_scale=rows_of_one_scale)
 
 
-def _refuse_shared(model: nn.Module, name: str, parameter: torch.Tensor) -> None:
+def _check_not_shared(model: nn.Module, name: str, parameter: torch.Tensor) -> None:
     others = [other_name for other_name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
     if len(others) > 1:
         raise Fp8UnsupportedError(f"{name} has FP8 codes in the file, and its weight is shared by {', '.join(others)}.")
 
 
-def _refuse_experts(module: nn.Module, name: str) -> None:
+def _check_experts(module: nn.Module, name: str) -> None:
     flags = [flag for flag in ("is_transposed", "has_bias") if getattr(module, flag, False)]
     if flags or not getattr(module, "is_concatenated", True):
         kind = type(module).__name__
@@ -257,7 +260,7 @@ def _refuse_experts(module: nn.Module, name: str) -> None:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and buffers, each once; scales belong to their weights."""
+    """Yield names and tensors: parameters and buffers, without published scales."""
     reshard(model)
     yield from model.named_parameters()
     for prefix, module in model.named_modules():
@@ -283,10 +286,12 @@ def _check_buffers(model: nn.Module, in_file: set[str]) -> None:
 
 
 def _sources(files: Checkpoint, name: str, tensor: torch.Tensor, own_name: str) -> list[Part]:
-    """Return the file's parts of a parameter; none for an adapter.
+    """Return the parts of a parameter or buffer in the file.
+
+    An adapter has none.
 
     Raises:
-        Fp8Error: The file does not have it, or in another shape.
+        Fp8Error: If a parameter is missing in the file, or the file has another shape or quantization of it.
     """
     file_parts = list(parts(files, name, tuple(tensor.shape)))
     if not file_parts and isinstance(tensor, nn.Parameter) and not is_adapter(own_name):
@@ -304,7 +309,7 @@ def _sources(files: Checkpoint, name: str, tensor: torch.Tensor, own_name: str) 
 
 
 def _part_of_plain(tensor: torch.Tensor, part: Part) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-    """Return local rows of a plain part and their file offset."""
+    """Return local elements of a plain part, and their file offset."""
     local, offset = local_of(tensor), region_of(tensor).offset
     if part.expert is None:
         return local, offset
@@ -313,7 +318,7 @@ def _part_of_plain(tensor: torch.Tensor, part: Part) -> tuple[torch.Tensor, tupl
 
 
 def _part_of_codes(stored: Stored, part: Part) -> tuple[torch.Tensor, int] | None:
-    """Return local codes of a part and their file offset."""
+    """Return local codes of a part, and their first row there."""
     if part.expert is None:
         return stored.codes[: stored.length], stored.first
     place = part.expert - stored.first
@@ -321,7 +326,7 @@ def _part_of_codes(stored: Stored, part: Part) -> tuple[torch.Tensor, int] | Non
 
 
 def _scale_of(stored: Stored, part: Part) -> torch.Tensor:
-    """Return a view of a part's scales in the whole weight's scales."""
+    """Return the scales of a part, a view of the weight's."""
     if part.expert is None:
         return stored.scale_inv
     side = BLOCK if stored.block == (BLOCK, BLOCK) else 1
@@ -332,7 +337,7 @@ def _scale_of(stored: Stored, part: Part) -> torch.Tensor:
 
 
 def _allocate(model: nn.Module, device: torch.device | str | None) -> list[str]:
-    """Allocate parameters on the meta device; return their names."""
+    """Allocate all tensors on the meta device; return the parameters' names."""
     names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     sharded = next((p.device_mesh.device_type for p in model.parameters() if isinstance(p, DTensor)), None)
     place = device or sharded or torch.accelerator.current_accelerator(check_available=True) or "cpu"
@@ -351,25 +356,26 @@ def _fill(files: Checkpoint, part: Part, tensor: torch.Tensor) -> set[str]:
     """Read local rows of a part; return the names of its tensors."""
     weight, layout = published_of(tensor), files.layout(part.name)
     if weight is None or layout is None:
-        own = _part_of_plain(tensor, part)
-        if own is not None:
-            local, offset = own
-            _tell_of_rounding(files, part.name, local)
+        plain = _part_of_plain(tensor, part)
+        if plain is not None:
+            local, offset = plain
+            _warn_of_rounding(files, part.name, local)
             rows = files.read(part.name, offset[0], offset[0] + len(local)) if local.ndim else files.read(part.name)
             inner = tuple(slice(low, low + size) for low, size in zip(offset[1:], local.shape[1:], strict=True))
             local.copy_(rows[(slice(None), *inner)] if local.ndim else rows)
         return {part.name}
     codes = _part_of_codes(weight.stored, part)
     if codes is not None:
-        own_codes, first = codes
-        own_codes.copy_(files.read(part.name, first, first + len(own_codes)).view(torch.uint8))
+        local_codes, first = codes
+        local_codes.copy_(files.read(part.name, first, first + len(local_codes)).view(torch.uint8))
     target = _scale_of(weight.stored, part)
     read = files.read(layout.scale).view(target.dtype)
     target.copy_(read.reshape(target.shape) if read.numel() == target.numel() else read.reshape(-1))
     return {part.name, layout.scale}
 
 
-def _tell_of_rounding(files: Checkpoint, name: str, tensor: torch.Tensor) -> None:
+def _warn_of_rounding(files: Checkpoint, name: str, tensor: torch.Tensor) -> None:
+    """Warn if a plain tensor cannot represent the file's dtype."""
     dtype = DTYPES[files.entries[name].dtype]
     if dtype != tensor.dtype and torch.promote_types(dtype, tensor.dtype) != tensor.dtype:
         logger.warning("%s is %s in the file and %s in the model: it is rounded.", name, dtype, tensor.dtype)
@@ -379,7 +385,7 @@ def on_first_rank(function: Callable[[], None]) -> None:
     """Run a function on the first rank; all ranks raise its error.
 
     Raises:
-        Fp8Error: The function raised it on the first rank.
+        Fp8Error: If the function raises an `Fp8Error` or `OSError` on the first rank.
     """
     errors: list[str | None] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""`PublishedOptimizer`: float32 masters of published weights, quantized by the file's rule."""
+"""`PublishedOptimizer`: trains published weights through float32 masters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,25 +18,27 @@ GRANULARITIES = {None: "tensorwise", (1, 0): "rowwise", (128, 128): "blockwise_1
 
 
 class PublishedOptimizer:
-    """Trains published weights: any optimizer on float32 masters, codes after steps.
+    """Optimizer of published weights with float32 masters.
 
-    Masters start from the decoded values, exactly. After each step every scale is made of the master's amax, as files
-    have it: amax / 448 in the dtype of the file, E8M0 rounded up; codes are rounded to nearest. So `save_published`
-    writes the published layout again. Under FSDP2 all ranks call `step`, and agree on all scales in one MAX all-reduce.
+    Masters start from the decoded values, exactly. After each step, scales are computed from the amax of the masters by
+    the rule of published files: amax / 448 in the dtype of the file, or the next power of two for E8M0. Codes are
+    rounded to nearest, so that `save_published` writes the published layout again. Under FSDP2 call `step` on all
+    ranks: they agree on all scales in one MAX all-reduce for each process group.
 
     Args:
-        optimizer: The class of an optimizer, or a function from parameters to an optimizer.
-        model: Its published weights are unfrozen. After `load_published`.
-        **options: Of the optimizer.
+        optimizer: Class of an optimizer, or a function from parameters to an optimizer.
+        model: Model that `load_published` has filled. Its published weights become trainable; other trainable
+            parameters are optimized directly.
+        **options: Options of the optimizer.
 
     Attributes:
-        inner: The optimizer.
+        inner: The optimizer of the masters and of the other parameters.
 
     Example:
         optimizer = PublishedOptimizer(torch.optim.AdamW, model, lr=1e-5)
 
     Raises:
-        Fp8Error: The model has no published weights.
+        Fp8Error: If the model has no published weights.
     """
 
     def __init__(self, optimizer: Callable[..., Optimizer], model: nn.Module, **options: Any) -> None:
@@ -60,10 +62,12 @@ class PublishedOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step on float32 gradients of the masters, and write codes and scales.
+        """Step the masters with float32 gradients, and write codes and scales.
+
+        Collective: call it on all ranks.
 
         Raises:
-            Fp8Error: No published weight has a gradient.
+            Fp8Error: If no published weight has a gradient.
         """
         if all(parameter.grad is None for parameter, _ in self._masters):
             raise Fp8Error(
@@ -77,23 +81,23 @@ class PublishedOptimizer:
         self.write_back()
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
+        """Set all gradients to None."""
         self.inner.zero_grad()
         for parameter, _ in self._masters:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masters and the optimizer's state.
+        """Return the masters and the state of the inner optimizer.
 
-        Codes alone could not resume training: masters have more bits.
+        Training cannot resume exactly from codes alone, because masters have more bits.
         """
         return {"masters": [master.detach() for _, master in self._masters], "inner": self.inner.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load `state_dict` of equally many ranks; write codes and scales.
+        """Load masters and state of equally many ranks; write codes and scales.
 
-        All ranks call it.
+        Collective: call it on all ranks.
         """
         for (_, master), saved in zip(self._masters, state["masters"], strict=True):
             local_of(master).copy_(local_of(saved))
@@ -102,9 +106,9 @@ class PublishedOptimizer:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Quantize masters into the weights, also after external changes to masters.
+        """Quantize the masters into codes and scales of the weights.
 
-        All ranks call it.
+        Collective: call it on all ranks, for example after masters were changed.
         """
         parts = []
         for parameter, master in self._masters:
@@ -119,17 +123,17 @@ class PublishedOptimizer:
 
 
 def _write(stored: Stored, grid: ScaleGrid, values: torch.Tensor, region: Region, amax: torch.Tensor) -> None:
-    """Write scales of the whole weight, and local codes."""
+    """Write the scales of the whole weight, and the local codes."""
     if stored.rows_of_one_scale > 1:
         matrices = amax.unflatten(1, (-1, stored.rows_of_one_scale))
         amax = matrices.amax(2, keepdim=True).expand_as(matrices)
     wanted = amax.reshape(stored.scale_inv.shape) / E4M3.max
     if stored.scale_inv.dtype == torch.uint8:
-        # the exponent field of the next power of two; a block of zeros gets the smallest
+        # exponent bits of the next power of two; a block of zeros gets the smallest scale
         bits = wanted.contiguous().view(torch.int32)
         codes = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).to(torch.uint8)
         scale = stored.scale_inv.copy_(codes)
     else:
         scale = stored.scale_inv.copy_(torch.where(wanted > 0, wanted, torch.ones_like(wanted)))
-    wide = grid.of_part(scales_in_float32(scale), values.shape, region)
-    stored.codes[: len(values)].copy_((values / wide).clamp(-E4M3.max, E4M3.max).to(CODES).view(torch.uint8))
+    scale_inv = grid.of_part(scales_in_float32(scale), values.shape, region)
+    stored.codes[: len(values)].copy_((values / scale_inv).clamp(-E4M3.max, E4M3.max).to(CODES).view(torch.uint8))

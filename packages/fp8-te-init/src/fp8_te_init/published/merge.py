@@ -1,8 +1,8 @@
-"""Measure and merge an adapter into published FP8 weights.
+"""Merge adapters into published FP8 weights, and measure the loss.
 
-An adapter moves most weights by less than half a code, so that rounding to the nearest code keeps little of it.
-Stochastic rounding keeps all of it on average, and adds an error that is larger than the adapter. The default is
-therefore not to merge.
+An adapter changes most weights by less than half the distance of two codes, so that rounding to the nearest code
+preserves little of it. Stochastic rounding preserves all of it on average, and adds an error larger than the adapter.
+The default is therefore not to merge.
 """
 
 import dataclasses
@@ -21,13 +21,15 @@ from fp8_te_init.published.weight import CODES, E4M3, PublishedWeight, operand_o
 class LayerMerge:
     """Effect of a merge on one layer.
 
+    `|x|` is the Frobenius norm, `delta` the change of the weight by the adapter, and `merged` the change of the decoded
+    weight after a merge.
+
     Attributes:
-        name: The layer that has the adapter.
-        size: |delta| / |weight|, of Frobenius norms.
-        share: Part of the delta that the codes represent, with the file's scales: its projection on the delta; 1 is
-            all.
-        error: |merged - delta| / |delta| in the codes. Above 1, no merge at all is closer.
-        copy_error: The same of a bfloat16 copy of the layer.
+        name: Name of the layer with the adapter.
+        size: `|delta| / |weight|`.
+        share: Projection of `merged` on `delta`, relative to `delta`, for codes at the file's scales; 1 is all of it.
+        error: `|merged - delta| / |delta|` for codes. Above 1, the unmerged weight is closer.
+        copy_error: The same error for a bfloat16 copy of the layer.
     """
 
     name: str
@@ -40,7 +42,8 @@ class LayerMerge:
     def advice(self) -> Literal["apart", "bfloat16", "codes"]:
         """Recommended merge.
 
-        A bfloat16 copy that represents half of the delta, codes that represent nine tenths, else a separate adapter.
+        `"codes"` for an error below 0.1, else `"bfloat16"` for a `copy_error` below 0.5, else `"apart"`: keep the
+        adapter separate.
         """
         if self.error < 0.1:
             return "codes"
@@ -48,10 +51,10 @@ class LayerMerge:
 
 
 class MergeReport(list[LayerMerge]):
-    """The layers of a model with adapters; printed, it is a table."""
+    """List of the layers with adapters, which prints as a table."""
 
     def __str__(self) -> str:
-        """Return a line for each layer."""
+        """Return a header and a line for each layer."""
         lines = [f"{'layer':50} {'|d|/|w|':>9} {'share':>7} {'error':>7} {'bf16 error':>10}  advice"]
         lines += [
             f"{layer.name:50} {layer.size:9.1e} {layer.share:7.1%} {layer.error:7.3f} {layer.copy_error:10.3f}  "
@@ -65,18 +68,18 @@ class MergeReport(list[LayerMerge]):
 def merge_report(model: nn.Module, adapter: str = "default") -> MergeReport:
     """Measure the loss of merging an adapter into codes or bfloat16.
 
-    Reports each layer; changes nothing.
+    The report has an entry for each layer with the adapter. The model does not change.
 
     Args:
-        model: A model under PEFT, not sharded, with LoRA on published weights.
-        adapter: The name of the adapter.
+        model: Model under PEFT, not sharded, with LoRA on published weights.
+        adapter: Name of the adapter.
 
     Returns:
-        The report, to be printed.
+        The report, which prints as a table.
 
     Raises:
-        Fp8Error: The model is sharded, or has no such adapter on a published weight.
-        Fp8UnsupportedError: The adapter is DoRA.
+        Fp8Error: If the model is sharded, or has no such adapter on a published weight.
+        Fp8UnsupportedError: If the adapter is DoRA.
     """
     report = MergeReport()
     for name, layer in _adapted(model, adapter):
@@ -85,15 +88,15 @@ def merge_report(model: nn.Module, adapter: str = "default") -> MergeReport:
         stored = old.bfloat16().float()
         codes = _merged_codes(weight, delta).float() * operand_of(weight).expanded_scale_inv
         norm = delta.double().norm().clamp(min=torch.finfo(torch.float32).tiny)
-        arrived = (codes - old).double()
-        share = float((arrived * delta).sum() / norm**2)
+        merged = (codes - old).double()
+        share = float((merged * delta).sum() / norm**2)
         copy = ((old + delta).bfloat16().float() - stored).double()
         report.append(
             LayerMerge(
                 name=name,
                 size=float(norm / old.double().norm()),
                 share=share,
-                error=float((arrived - delta).norm() / norm),
+                error=float((merged - delta).norm() / norm),
                 copy_error=float((copy - delta).norm() / norm),
             )
         )
@@ -106,19 +109,20 @@ def merge_adapter(
 ) -> None:
     """Merge adapters of the named layers into codes or bfloat16 copies.
 
-    Other layers are not changed.
-
-    Look at `merge_report` first. The adapter's B becomes zero, so that it adds nothing any more. `save_published`
-    writes merged codes in the published layout; bfloat16 copies are part of the state dict.
+    Read `merge_report` first. Other layers do not change. B of a merged adapter becomes zero, so that the adapter adds
+    nothing. `save_published` writes merged codes in the published layout; bfloat16 copies are part of the state dict.
 
     Args:
-        model: As of `merge_report`.
-        layers: Names of the report.
-        into: "bfloat16" takes two bytes for each weight; "codes" keeps scales and rounds to the nearest codes.
-        adapter: The name of the adapter.
+        model: See `merge_report`.
+        layers: Names of layers in the report.
+        into: "codes" keeps the scales and rounds to the nearest codes. "bfloat16" replaces the weight with a copy of
+            two bytes per element.
+        adapter: Name of the adapter.
 
     Raises:
-        Fp8Error: As of `merge_report`; or a name is not in the report, or the choice is unknown.
+        Fp8Error: If `into` is unknown, a name is not in the report, the model is sharded, or it has no such adapter on
+            a published weight.
+        Fp8UnsupportedError: If the adapter is DoRA.
     """
     if into not in ("bfloat16", "codes"):
         raise Fp8Error(f'into must be "bfloat16" or "codes", got {into!r}.')
@@ -138,7 +142,8 @@ def merge_adapter(
 
 
 def _adapted(model: nn.Module, adapter: str) -> Iterator[tuple[str, Any]]:
-    adapted = False
+    """Yield names and layers with an adapter on a published weight."""
+    has_adapter = False
     reshard(model)
     for name, layer in model.named_modules():
         base: Any = getattr(layer, "base_layer", None)
@@ -146,24 +151,21 @@ def _adapted(model: nn.Module, adapter: str) -> Iterator[tuple[str, Any]]:
         if isinstance(weight, DTensor):
             raise Fp8Error(f"{name} is sharded: load the model and the adapter whole to merge.")
         if isinstance(weight, PublishedWeight) and adapter in getattr(layer, "lora_A", ()):
-            adapted = True
+            has_adapter = True
             yield name, layer
-    if not adapted:
+    if not has_adapter:
         raise Fp8Error(f"The model has no adapter {adapter!r} on a published weight.")
 
 
 def _delta(name: str, layer: Any, adapter: str) -> torch.Tensor:
-    """Return the float32 delta [out_features, in_features] that an adapter adds."""
+    """Return the float32 change [out_features, in_features] of a weight."""
     if adapter in getattr(layer, "lora_magnitude_vector", ()):
         raise Fp8UnsupportedError(f"{name} has DoRA, which scales the weight too: keep the adapter separate.")
     return layer.get_delta_weight(adapter).float()
 
 
 def _merged_codes(weight: PublishedWeight, delta: torch.Tensor) -> torch.Tensor:
-    """Return nearest codes of values plus delta at the current scales.
-
-    Sums above the largest code saturate.
-    """
+    """Return the nearest codes of weight plus delta at its scales, saturated."""
     operand = operand_of(weight)
-    ready = (operand.dequantize() + delta) / operand.expanded_scale_inv
-    return ready.clamp(-E4M3.max, E4M3.max).to(CODES)
+    scaled = (operand.dequantize() + delta) / operand.expanded_scale_inv
+    return scaled.clamp(-E4M3.max, E4M3.max).to(CODES)

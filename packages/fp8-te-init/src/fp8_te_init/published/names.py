@@ -1,4 +1,4 @@
-"""Map parameters of a model to tensors of a published file."""
+"""Names of a model's parameters in a published checkpoint."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -7,13 +7,13 @@ from typing import NamedTuple
 from fp8_te_init.published.files import Checkpoint
 
 Rename = Callable[[str], str] | None
-"""Maps a parameter's name in the model to its name in the file; None for equal names."""
+"""Function from a parameter's name in the model to its name in the file; None for equal names."""
 
 EXPERTS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
-"""The matrices that a stack of experts of Transformers holds one above the other, under the names of files."""
+"""Matrices, by their names in files, that a stack of Transformers' experts holds one above the other."""
 
 _WRAPPED = re.compile(
     r"(?<![^.])(?:base_layer|_checkpoint_wrapped_module|_orig_mod|original_module|modules_to_save\.[^.]+)\."
@@ -21,7 +21,7 @@ _WRAPPED = re.compile(
 
 
 class Part(NamedTuple):
-    """A tensor of the file, for rows [low, high) of a parameter."""
+    """Tensor of the file with rows [low, high) of a parameter."""
 
     name: str
     expert: int | None
@@ -30,18 +30,20 @@ class Part(NamedTuple):
 
 
 def name_in_file(name: str, rename: Rename = None) -> str:
-    """Return a parameter's name in the file, without wrappers such as PEFT."""
+    """Return a parameter's name in the file, without prefixes of wrappers."""
     bare = _WRAPPED.sub("", name.removeprefix("base_model.model."))
     return bare if rename is None else rename(bare)
 
 
 def parts(files: Checkpoint, name: str, shape: tuple[int, ...]) -> Iterator[Part]:
-    """Yield the file's tensors of a parameter; none if missing.
+    """Yield the tensors of a checkpoint that a parameter consists of.
+
+    Nothing is yielded if the parameter is missing.
 
     Args:
-        files: The file.
-        name: As `name_in_file` returns it.
-        shape: That of the whole parameter.
+        files: The checkpoint.
+        name: Name of the parameter in the file (`name_in_file`).
+        shape: Shape of the whole parameter.
     """
     if name in files.entries:
         yield Part(name, None, 0, shape[0] if shape else 1)

@@ -1,8 +1,9 @@
-"""`PublishedWeight`: FP8 codes and scales of a file as a weight.
+"""`PublishedWeight`: a weight on FP8 codes and scales of a file.
 
-Scales are kept as the file has them, back from FP8: 17 % of all float32 numbers are no float32 number's reciprocal.
-Every operator that reads the weight decodes only the elements that it reads; a matmul saves the codes for its backward,
-which decodes again. Views and copies keep codes. Writes raise: the codes belong to the file.
+The weight keeps the scales back from FP8 of the file, not their reciprocals: 17 % of all float32 numbers are not the
+reciprocal of any float32 number. An operator that reads a view decodes only the rows of the view. A matmul saves the
+codes for its backward, which decodes again. Views and copies keep codes. Writes raise, because the codes belong to the
+file.
 """
 
 import copy
@@ -46,13 +47,14 @@ class Stored:
 
     Attributes:
         codes: uint8 [n, columns] or [n experts, rows, columns]: the local part, with padding at its end.
-        scale_inv: Scales of the whole weight back from FP8, in the file's dtype, E8M0 as uint8, which more operators
-            know: [] for one, [..., rows, 1] or [..., blocks of rows, blocks of columns].
-        block: Elements per scale: None for all, (1, 0) for a row, (128, 128).
-        shape: That of the whole weight.
-        first: Index of the first row, or expert, that is held here.
-        dtype: The high-precision dtype of the weight: float32, bfloat16 or float16.
-        rows_of_one_scale: Rows that share a scale in the file, where `block` is (1, 0) and it has one for a matrix.
+        scale_inv: Scales of the whole weight back from FP8: [], [..., rows, 1] or [..., blocks of rows, blocks of
+            columns]. They have the file's dtype, and uint8 instead of E8M0, which fewer operators support.
+        block: Elements that share a scale: None for all, (1, 0) for a row, (128, 128) for a block.
+        shape: Shape of the whole weight.
+        first: Index of the first row, or expert, held here.
+        dtype: High-precision dtype of the weight: float32, bfloat16 or float16.
+        rows_of_one_scale: Number of consecutive rows whose scales must be equal: the rows of a matrix, if the file has
+            one scale for each matrix of a stack. `block` is (1, 0) then. 1 otherwise.
     """
 
     codes: torch.Tensor
@@ -68,15 +70,15 @@ class Stored:
         """Number of local rows, or experts, without padding."""
         return max(0, min(len(self.codes), self.shape[0] - self.first))
 
-    def around(self, codes: torch.Tensor, **changes: Any) -> "Stored":
-        """Return a copy for other codes; scales follow to their device."""
+    def with_codes(self, codes: torch.Tensor, **changes: Any) -> "Stored":
+        """Return a copy with other codes, and with scales on their device."""
         scale_inv = self.scale_inv
         if codes.device != scale_inv.device:
             scale_inv = _moved(scale_inv, codes.device)
         return dataclasses.replace(self, codes=codes, **({"scale_inv": scale_inv} | changes))
 
     def values(self, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return decoded rows, or experts, [low, high) of the local part."""
+        """Return decoded local rows, or experts, [low, high) in `dtype`."""
         high = min(high, self.length)
         if self.codes.ndim == 2:
             return _decode(self.codes[low:high], self.scale_inv, self.block, self.first + low, dtype)
@@ -88,13 +90,14 @@ class Stored:
 
 
 class PublishedWeight(torch.Tensor):
-    """Frozen weight or expert stack on a file's codes, or a part.
+    """Weight [rows, columns] or stack [experts, rows, columns] on a file's codes.
 
-    Shapes are [rows, columns] or [experts, rows, columns].
+    `convert_published` creates it, frozen. Its dtype is a high-precision dtype: operators read decoded values, and
+    writes raise.
 
     Args:
-        codes: A view of `stored.codes`.
-        stored: Storage shared with other views.
+        codes: uint8 view of `stored.codes`.
+        stored: Storage that is shared with other views.
     """
 
     # Slots: copying `vars(parameter)` to another parameter must not keep codes alive.
@@ -111,10 +114,10 @@ class PublishedWeight(torch.Tensor):
 
     @staticmethod
     def empty(like: torch.Tensor, **known: Any) -> "PublishedWeight":
-        """Return an empty weight like `like`; codes and scales follow later.
+        """Return a weight with uninitialized codes, like a parameter.
 
         Args:
-            like: A parameter.
+            like: The parameter.
             **known: `scale_inv`, `block` and `rows_of_one_scale` of `Stored`.
         """
         codes = torch.empty(like.shape, dtype=torch.uint8, device=like.device)
@@ -127,12 +130,12 @@ class PublishedWeight(torch.Tensor):
 
     @property
     def codes(self) -> torch.Tensor:
-        """float8_e4m3fn of this shape; shares memory with the weight."""
+        """Codes of this view as float8_e4m3fn; shares memory."""
         return self._codes.view(CODES)
 
     @property
     def scale_inv(self) -> torch.Tensor:
-        """Scales back from FP8 in the file's dtype; E8M0 as uint8."""
+        """Scales of the whole weight back from FP8; see `Stored`."""
         return self._stored.scale_inv
 
     @property
@@ -141,7 +144,7 @@ class PublishedWeight(torch.Tensor):
         return self._codes.nbytes
 
     def dequantize(self) -> torch.Tensor:
-        """Return a plain tensor: float32 code times float32 scale, rounded once."""
+        """Return the values: codes times scales in float32, rounded once to `dtype`."""
         codes, base = self._codes, self._stored.codes
         if codes.is_meta or not codes.numel():
             return torch.zeros(codes.shape, dtype=self.dtype, device=codes.device)
@@ -153,14 +156,14 @@ class PublishedWeight(torch.Tensor):
         return values.as_strided(codes.shape, codes.stride(), offset - low * unit)
 
     def standing_for(self, dtype: torch.dtype, device: torch.device | None = None) -> "PublishedWeight":
-        """Return the weight in another dtype or on another device.
+        """Return the weight with another dtype, or on another device.
 
-        A new dtype shares the codes; a new device copies them.
+        The codes are shared, and copied only to another device.
         """
         stored, codes = self._stored, self._codes
         if device is None or device == codes.device:
-            return PublishedWeight(codes, stored.around(stored.codes, dtype=dtype))
-        fresh = stored.around(_moved(stored.codes, device), dtype=dtype)
+            return PublishedWeight(codes, stored.with_codes(stored.codes, dtype=dtype))
+        fresh = stored.with_codes(_moved(stored.codes, device), dtype=dtype)
         offset = codes.storage_offset() - stored.codes.storage_offset()
         return PublishedWeight(fresh.codes.as_strided(codes.shape, codes.stride(), offset), fresh)
 
@@ -170,10 +173,10 @@ class PublishedWeight(torch.Tensor):
         return f"PublishedWeight(shape={tuple(self.shape)}, dtype={self.dtype}, {scales})"
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
-        """Copy codes and scales."""
+        """Copy codes and scales, which are a buffer of the layer, too."""
         if id(self) not in memo:
             stored = self._stored
-            scale_inv = copy.deepcopy(stored.scale_inv, memo)  # once: it is a buffer of the layer, too
+            scale_inv = copy.deepcopy(stored.scale_inv, memo)  # with the memo, as the buffer
             fresh = dataclasses.replace(stored, codes=stored.codes.clone(), scale_inv=scale_inv)
             offset = self._codes.storage_offset() - stored.codes.storage_offset()
             codes = fresh.codes.as_strided(self._codes.shape, self._codes.stride(), offset)
@@ -182,7 +185,7 @@ class PublishedWeight(torch.Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise: state dicts hold codes and scales, `save_published` writes the file's layout.
+        """Raise; use a state dict or `save_published` instead.
 
         Raises:
             Fp8UnsupportedError: Always.
@@ -193,23 +196,23 @@ class PublishedWeight(torch.Tensor):
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Expose the codes; layers of published weights run outside of compiled code."""
+        """Expose the codes to compilers; published layers run outside of compiled code."""
         return ["_codes"], self._stored
 
     @staticmethod
     def __tensor_unflatten__(inner: dict, stored: Any, size: Any, stride: Any) -> "PublishedWeight":
-        """Rebuild from `__tensor_flatten__`."""
+        """Rebuild the weight from `__tensor_flatten__`."""
         return PublishedWeight(inner["_codes"], stored)
 
-    # Everything is decided in `__torch_dispatch__`; the default would wrap the result of every operator in this class.
+    # `__torch_dispatch__` selects the result types; the default would wrap the result of every operator in this class.
     __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Keep views and copies as codes; decode values for other operators."""
+        """Keep codes in views and copies, reject writes, decode for other operators."""
         kwargs, first = kwargs or {}, args[0] if args else None
         if func is aten.copy_.default and isinstance(first, cls):
-            return _take(first, args[1])
+            return _copy_codes(first, args[1])
         if any(isinstance(written, cls) for written in written_tensors(func, args, kwargs)):
             raise Fp8Error(
                 f"{func} would write to a published FP8 weight, whose codes belong to its file. Keep adapters "
@@ -217,19 +220,19 @@ class PublishedWeight(torch.Tensor):
             )
         if isinstance(first, cls):
             if is_view(func) and func is not aten.view.dtype:
-                # one byte for each element: a view by shape and strides is the same view of the codes
+                # the wrapper and its codes have equal shapes and strides, so every view is the same view of the codes
                 views = func(first._codes, *args[1:], **kwargs)
                 return pytree.tree_map_only(torch.Tensor, lambda codes: cls(codes, first._stored), views)
-            twin = _twin(first, func, args[1:], kwargs)
-            if twin is not None:
-                return twin
+            result = _published_result(first, func, args[1:], kwargs)
+            if result is not None:
+                return result
         args, kwargs = pytree.tree_map_only(cls, lambda weight: weight.dequantize(), (args, kwargs))
         return func(*args, **kwargs)
 
     # ------------------------------------------------------------ FSDP2
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Stored]:
-        """Return uint8 rows [n, ...] padded to the largest rank's; scales stay."""
+        """Return this rank's uint8 codes, padded to equal rows, and `stored`."""
         stored = self._stored
         # A weight that FSDP2 only replicates is whole on each rank.
         rows = stored.length if stored.length == stored.shape[0] else -(-stored.shape[0] // mesh.size())
@@ -240,9 +243,9 @@ class PublishedWeight(torch.Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[torch.Tensor, ...], stored: Stored, param_dtype: torch.dtype, *, out: Any = None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """Return the whole weight over the gathered codes, which stands for `param_dtype`."""
+        """Return the whole weight on the gathered codes, with dtype `param_dtype`."""
         if out is not None:
-            return None  # its codes are the buffer that FSDP2 filled again
+            return None  # the codes of `out` are the buffer that FSDP2 has filled again
         codes = unpad(outputs[0], stored.shape, torch.uint8)
         whole = dataclasses.replace(stored, codes=codes, first=0, dtype=param_dtype)
         return PublishedWeight(codes, whole), ()
@@ -255,17 +258,14 @@ def published_of(tensor: object) -> PublishedWeight | None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Make FSDP2 drop gathered parameters, so that reads and writes use shards."""
+    """Make FSDP2 drop gathered parameters, so that modules hold their shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def operand_of(weight: PublishedWeight) -> Quantized:
-    """Return a whole weight, or an expert, as an FP8 matmul operand.
-
-    Its scales are the file's.
-    """
+    """Return a whole weight or expert as operand with the file's scales."""
     codes, scale_inv, stored = weight.codes, weight.scale_inv, weight.stored
     if stored.codes.ndim > codes.ndim:
         offset = codes.storage_offset() - stored.codes.storage_offset()
@@ -275,33 +275,42 @@ def operand_of(weight: PublishedWeight) -> Quantized:
 
 
 def scales_in_float32(scale_inv: torch.Tensor) -> torch.Tensor:
-    """Return the file's scales as float32; exact."""
+    """Return scales of any dtype in the file as float32, exactly."""
     return scale_inv_of_e8m0(scale_inv) if scale_inv.dtype == torch.uint8 else scale_inv.float()
 
 
 def _decode(codes: torch.Tensor, scale_inv: torch.Tensor, block: Block, first: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return codes [n, columns] times the scales of their matrix rows.
+    """Return decoded values [n, columns] in `dtype`.
 
-    Rows start at `first`.
+    Args:
+        codes: uint8 [n, columns].
+        scale_inv: Scales of the whole matrix; see `Stored`.
+        block: Elements that share a scale.
+        first: Row of the matrix at which the codes begin.
+        dtype: dtype of the result.
     """
     scale, last = scales_in_float32(scale_inv), first + len(codes)
     if block == (1, 0):
         scale, block = scale[first:last], None
     elif block is not None and first % block[0] == 0:
         scale = scale[first // block[0] : -(-last // block[0])]
-    elif block is not None:  # a shard that begins inside of a block
+    elif block is not None:  # the codes begin inside of a block
         rows = torch.arange(first, last, device=scale.device) // block[0]
         scale, block = scale[rows].repeat_interleave(block[1], 1)[:, : codes.shape[1]], None
     return decoding.dequantize(codes, scale, E4M3, dtype, block)
 
 
-def _take(target: PublishedWeight, source: torch.Tensor) -> PublishedWeight:
-    """Copy codes unchanged; from another weight also the row offset."""
+def _copy_codes(target: PublishedWeight, source: torch.Tensor) -> PublishedWeight:
+    """Copy codes to a weight, with scales of a source weight.
+
+    Raises:
+        Fp8Error: If `source` has other values, or belongs to another weight.
+    """
     stored = target._stored
     if not isinstance(source, PublishedWeight):
         if source.dtype not in (CODES, torch.uint8):
             if _are_same(source, target):
-                return target  # DistributedDataParallel sends the first rank's codes, which come from the same file
+                return target  # DistributedDataParallel sends the values of the first rank, from the same file
             raise Fp8Error(
                 f"Values of {source.dtype} from another tensor would be copied to a published FP8 weight, whose codes "
                 "belong to its file. Load codes (float8_e4m3fn) with their scales, or assign another parameter to "
@@ -326,22 +335,22 @@ def _take(target: PublishedWeight, source: torch.Tensor) -> PublishedWeight:
 
 
 def _are_same(values: torch.Tensor, weight: PublishedWeight) -> bool:
-    """Return whether values have the bits that a weight decodes to."""
+    """Return whether values equal the decoded weight in every bit."""
     if (values.dtype, values.shape) != (weight.dtype, weight.shape):
         return False
-    own = weight.dequantize().to(values.device)
-    return torch.equal(values.contiguous().view(torch.uint8), own.contiguous().view(torch.uint8))
+    decoded = weight.dequantize().to(values.device)
+    return torch.equal(values.contiguous().view(torch.uint8), decoded.contiguous().view(torch.uint8))
 
 
-def _twin(weight: PublishedWeight, func: Any, rest: tuple, kwargs: dict) -> PublishedWeight | None:
-    """Return the published result of an operator, None if it reads values."""
+def _published_result(weight: PublishedWeight, func: Any, rest: tuple, kwargs: dict) -> PublishedWeight | None:
+    """Return the result of an operator that keeps codes, None for others."""
     stored, options = weight._stored, {name: value for name, value in kwargs.items() if name != "dtype"}
     if kwargs.get("dtype") not in (None, weight.dtype):
         return None
     if func is aten.new_zeros.default and torch.Size(rest[0])[1:] == stored.shape[1:]:
-        # FSDP2 makes the padded tensor for its shard so; it copies nothing to one without rows.
+        # FSDP2 creates the padded tensor of its shard in this way, and copies rows to it later, if there are any.
         codes = func(weight._codes, rest[0], *rest[1:], **options)
-        return PublishedWeight(codes, stored.around(codes, first=stored.shape[0]))
+        return PublishedWeight(codes, stored.with_codes(codes, first=stored.shape[0]))
     local_codes = stored.codes[: len(weight)] if weight.ndim == stored.codes.ndim else None
     if (
         func not in _COPIES
@@ -352,9 +361,9 @@ def _twin(weight: PublishedWeight, func: Any, rest: tuple, kwargs: dict) -> Publ
     if weight._codes.storage_offset() != local_codes.storage_offset():
         return None
     codes = func(stored.codes, *rest, **options)
-    return PublishedWeight(codes[: len(weight)], stored.around(codes))
+    return PublishedWeight(codes[: len(weight)], stored.with_codes(codes))
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on another device; allocate if it is on meta."""
+    """Return a tensor on another device, uninitialized if it is on meta."""
     return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)

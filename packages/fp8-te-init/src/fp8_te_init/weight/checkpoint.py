@@ -1,11 +1,9 @@
 """State dicts of FP8 weights: codes as values, scales as buffers.
 
-Codes are uint8 [rows, 1, columns]; scales and history are buffers of the module.
-
-torch saves, loads, moves and broadcasts them like any tensor. The dimension of 1 is for other models: none of their
-loaders takes codes for values, since no weight of a linear layer has three dimensions. A checkpoint of the unconverted
-model loads too: its values are quantized, and become the new start. Values before rounding are never part of a state
-dict.
+Codes are uint8 [rows, 1, columns]; scales and histories are buffers of the layer. torch saves, loads, moves and
+broadcasts these like any tensor. No weight of a linear layer has three dimensions, so a
+model without FP8 raises instead of loading codes as values. A checkpoint of the unconverted model loads too: its values
+are quantized and become the new unrounded values. A state dict never contains unrounded values.
 """
 
 import dataclasses
@@ -25,7 +23,7 @@ from fp8_te_init.weight.tensor import PrimaryFloat8Weight, primary_of
 def buffer_names(name: str, state: WeightState) -> tuple[str, str]:
     """Return the names of the scale and history buffers of parameter `name`.
 
-    The format is part of the name: codes of another one miss a key then, instead of meaning other values.
+    The name of the scales contains the format, so that a load of codes of another format misses a key.
     """
     return f"{name}_scale_{state.cast.format}", f"{name}_amax_history"
 
@@ -36,9 +34,14 @@ def is_scale(name: str) -> bool:
 
 
 def show_scales(module: nn.Module, name: str = "weight") -> None:
-    """Register an FP8 parameter's scales as buffers, its codes for state dicts.
+    """Register buffers and state-dict hooks of an FP8 parameter.
 
-    Another call updates the buffers, after `swap_tensors` for example.
+    The buffers are its scales and, with delayed scaling, its history. Call this function again after the tensors of the
+    weight were replaced, for example by `swap_tensors`.
+
+    Args:
+        module: The module that holds the parameter.
+        name: Name of the parameter in the module. Other parameters are ignored.
     """
     primary = primary_of(module._parameters.get(name))
     if primary is None:
@@ -47,33 +50,39 @@ def show_scales(module: nn.Module, name: str = "weight") -> None:
         if tensor is not None and module._buffers.get(buffer) is not tensor:
             module.register_buffer(buffer, tensor)
     if not any(getattr(hook, "args", None) == (name,) for hook in state_dict_hooks(module)[0].values()):
-        # partials of functions of this module and no closures, so that modules that have them can be pickled
+        # partials of module-level functions instead of closures, so that the module can be pickled
         module.register_state_dict_pre_hook(partial(_before_saving, name))
         module.register_state_dict_post_hook(partial(_codes_out, name))
         module.register_load_state_dict_pre_hook(partial(_codes_in, name))
 
 
 def _before_saving(name: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Agree on pending scales, so that other ranks can decode the codes."""
+    """Agree on scales of written shards before a save; refresh buffers.
+
+    Raises:
+        Fp8Error: If the scales were overwritten without the codes.
+    """
     parameter = module._parameters.get(name)
     if parameter is not None:
         agree_on_written([parameter])
         show_scales(module, name)
         primary = primary_of(parameter)
-        # codes alone may be the target of a load that provides their scales later
+        # codes without scales do not raise: a load may read this state dict and provide the scales later
         if primary is not None and primary.state.problem == SCALES_ALONE:
             primary.state.check()
 
 
 def _codes_out(name: str, module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+    """Replace the weight in a state dict with its codes."""
     value: Any = state_dict.get(f"{prefix}{name}")
     primary = primary_of(value)
     if primary is not None and primary.is_meta:
-        # no codes yet: loaders that read names and dtypes here, such as Transformers, provide values
+        # Without codes the state dict is that of the unconverted model: loaders such as Transformers read names and
+        # dtypes from it, and provide values.
         for buffer in buffer_names(name, primary.state):
             state_dict.pop(f"{prefix}{buffer}", None)
     elif primary is not None:
-        # a view of the storage: dcp.load reads into it, which counts as a write there
+        # A view of the storage, into which dcp.load reads: the version of the codes shows the load.
         codes = primary.view_of(primary.state.codes).unsqueeze(1)
         if isinstance(value, DTensor):
             rows, columns = value.shape
@@ -89,7 +98,7 @@ def _codes_out(name: str, module: nn.Module, state_dict: dict, prefix: str, loca
 
 
 def _codes_in(name: str, module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *rest: Any) -> None:
-    """Prepare a load of unconverted values or of assigned codes."""
+    """Prepare given codes, values or an FP8 weight for loading."""
     key, parameter = f"{prefix}{name}", cast("torch.Tensor", module._parameters.get(name))
     given, primary = state_dict.get(key), primary_of(parameter)
     if primary is None or not isinstance(given, torch.Tensor):
@@ -101,16 +110,16 @@ def _codes_in(name: str, module: nn.Module, state_dict: dict, prefix: str, local
         given = state_dict[key] = local if not isinstance(given, DTensor) else distributed_like(parameter, local)
     buffers = {prefix + b: t for b, t in zip(buffer_names(name, state), (state.scale, state.history), strict=True)}
     buffers = {buffer: tensor for buffer, tensor in buffers.items() if tensor is not None}
-    if state.loading and not state.scales_came:
-        # `set_model_state_dict` has broadcast codes, and gives a buffer itself for scales that it did not get
+    if state.loading and not state.scales_changed:
+        # `set_model_state_dict` has broadcast codes. For scales missing in its state dict it passes the buffer itself.
         for buffer, tensor in buffers.items():
             if buffer in state_dict and state_dict[buffer].data_ptr() == tensor.data_ptr():
                 del state_dict[buffer]
     if isinstance(local, PrimaryFloat8Weight):
-        if local.state is state and not state.loading:  # values were broadcast into it
+        if local.state is state and not state.loading:  # values were broadcast into the weight already
             state_dict |= buffers
     elif local_metadata.get("assign_to_params_buffers"):
-        # `load_state_dict(assign=True)` would replace parameter and buffers by plain tensors
+        # `load_state_dict(assign=True)` would replace parameter and buffers with plain tensors
         given_scales = {} if local.is_floating_point() else {b: state_dict[b] for b in buffers if b in state_dict}
         loaded = _assigned(state, local, *(given_scales.get(buffer) for buffer in buffers))
         state_dict[key] = distributed_like(given, loaded)
@@ -124,14 +133,14 @@ def _codes_in(name: str, module: nn.Module, state_dict: dict, prefix: str, local
 def _assigned(
     state: WeightState, given: torch.Tensor, scale: torch.Tensor | None, history: torch.Tensor | None = None
 ) -> PrimaryFloat8Weight:
-    """Return an FP8 weight on given codes and scales, or quantize values."""
+    """Return an FP8 weight on given codes, or of given values."""
     if given.is_floating_point():
         codes = torch.zeros(given.shape, dtype=torch.uint8, device=given.device)
-        fresh = state.around(codes, part=dataclasses.replace(state.part, dtype=given.dtype), pending=None)
+        fresh = state.with_codes(codes, part=dataclasses.replace(state.part, dtype=given.dtype), gather_requires=None)
         if not given.is_meta:
             fresh.write(given)
         return PrimaryFloat8Weight(codes, fresh)
-    fresh = state.around(given, start=None)
+    fresh = state.with_codes(given, unrounded=None)
     fresh.mark_scales_pending()
     if scale is not None:
         fresh.scale, fresh.history = scale, history if state.history is not None else None

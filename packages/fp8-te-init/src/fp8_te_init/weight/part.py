@@ -1,4 +1,4 @@
-"""`Part`: which weight a state is of, and which of its rows."""
+"""`Part`: cast, dtype, shape and first local row of a weight."""
 
 import dataclasses
 
@@ -9,13 +9,13 @@ from fp8_common.torch_layers.sharding.scale_grid import Region, ScaleGrid
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Identity of a weight and its local rows, unchanged by writes.
+    """Identity of a weight and its local rows, independent of its values.
 
     Attributes:
-        grid: How the weight is cast, and where its scales lie.
-        dtype: float32, bfloat16 or float16: the high-precision dtype of the weight.
+        grid: Cast of the weight, and the positions of its scales.
+        dtype: High-precision dtype of the weight: float32, bfloat16 or float16.
         full_shape: [rows, columns] of the whole weight.
-        first_row: Index of the first row that is held here; None for a weight that is whole on each rank.
+        first_row: Index of the first row held here; None for a weight that is whole on each rank.
     """
 
     grid: ScaleGrid
@@ -25,5 +25,5 @@ class Part:
 
     @property
     def region(self) -> Region:
-        """Index of the first local row."""
+        """Region of the local rows in the whole weight."""
         return Region.along(0, self.first_row or 0, self.full_shape)

@@ -1,4 +1,4 @@
-"""`quantize_master_weights`: quantizes FP8 weights from flat slices of masters on each rank."""
+"""`quantize_master_weights`: quantizes masters that ranks hold in flat slices into FP8 weights."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from fp8_te_init.weight.tensor import PrimaryFloat8Weight
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Slice:
-    """Consecutive elements of a flattened weight.
+    """Consecutive elements of a flattened master.
 
     Attributes:
-        state: The weight, all of it.
-        first: Index of the first element.
-        values: The elements, [n].
+        state: State of the whole weight.
+        first: Index of the first element in the flattened weight.
+        values: [n], float32, bfloat16 or float16.
     """
 
     state: WeightState
@@ -30,9 +30,9 @@ class _Slice:
 
     @property
     def rows(self) -> torch.Tensor:
-        """Touched rows [k, columns], zeros for elements on other ranks.
+        """Rows [k, columns] that contain the elements.
 
-        The zeros do not change amax.
+        Elements of other ranks are zeros, which do not change an amax.
         """
         columns, count = self.state.full_shape[1], self.values.numel()
         if not count:
@@ -44,12 +44,12 @@ class _Slice:
 
     @property
     def region(self) -> Region:
-        """Index of the first of these rows."""
+        """Region of `rows` in the weight."""
         shape = self.state.full_shape
         return Region.along(0, self.first // max(1, shape[1]), shape)
 
     def codes(self) -> torch.Tensor:
-        """Return the uint8 codes of the elements, with the present scales."""
+        """Return the codes of the elements, uint8 [n], at the current scales."""
         state = self.state
         codes = state.part.grid.quantize_part(self.rows, state.scale, self.region).view(torch.uint8).view(-1)
         inside = self.first % max(1, state.full_shape[1])
@@ -65,21 +65,33 @@ def quantize_master_weights(
 ) -> None:
     """Quantize flat slices of masters into whole FP8 weights, for distributed optimizers.
 
-    Codes and scales equal a cast of the whole master, for any cut of rows and blocks. The arguments are
-    TransformerEngine's, whose function leaves the gather of codes to the caller; here all ranks hold all codes
-    afterwards. Unrounded values are dropped. All ranks of the group call it. It takes three collectives for any number
-    of weights: one finds mistakes, one agrees on scales, one gathers codes.
+    Collective: call it on all ranks of the group. Codes and scales equal a cast of the whole master, also if slices end
+    within a row or block. The arguments are the same as in TransformerEngine, whose function leaves the gather of codes
+    to the caller; here all ranks hold all codes afterwards. Unrounded values are dropped. There are three collectives
+    for any number of weights: the first validates the slices, the second reduces the scales, the third gathers codes.
 
     Args:
-        model_weights: FP8 weights that are whole on each rank, the same in the same order on all ranks.
-        master_weights: For each this rank's elements [n] of the flattened master, float32, bfloat16 or float16; None
-            where it has none.
-        start_offsets: For each the index of the first of these elements. Slices of all ranks together are the weight.
-        group: The ranks that hold the slices; all by default, and this process where there are no others.
+        model_weights: FP8 weights that are whole on each rank, in the same order on all ranks.
+        master_weights: For each weight, this rank's elements [n] of the flattened master (float32, bfloat16 or
+            float16), or None if this rank has none.
+        start_offsets: For each weight, the index of the first of these elements in the flattened weight, or None. Each
+            element of a weight must be in the slice of exactly one rank.
+        group: Ranks that hold the slices; all by default, or this process if there is no process group.
 
     Raises:
-        Fp8Error: Lists of different lengths, weights that are not whole FP8 weights, slices that overlap, leave gaps or
-            do not fit. On all ranks, and before anything is written.
+        Fp8Error: If the lists have different lengths, a weight is not a whole FP8 weight, or slices overlap, leave gaps
+            or do not fit. All ranks raise before anything is written.
+
+    Example:
+        >>> import torch
+        >>> from fp8_te_init import fp8_model_init, quantize_master_weights
+        >>> with fp8_model_init(preserve_high_precision_init_val=True):
+        ...     layer = torch.nn.Linear(64, 64)
+        >>> master = layer.weight.get_high_precision_init_val().flatten().clone()  # one rank has all elements
+        >>> master -= 0.01  # an optimizer step
+        >>> quantize_master_weights([layer.weight], [master], [0])
+        >>> (layer.weight.dequantize().flatten() - master).abs().max() < 0.01
+        tensor(True)
     """
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
     problem, slices = None, list[_Slice]()
@@ -92,11 +104,11 @@ def quantize_master_weights(
     table = _gathered(
         torch.tensor([(problem is not None, 0), *bounds], dtype=torch.int64, device=device), group
     ).tolist()
-    _refuse(problem, table, [tuple(weight.shape) for weight in model_weights])
+    _check_slices(problem, table, [tuple(weight.shape) for weight in model_weights])
     bits, _ = max_over_ranks([s.state.part.grid.amax_bits(s.rows, s.region) for s in slices], group)
     for piece, agreed in zip(slices, bits, strict=True):
         piece.state.set_scale(agreed, "step")
-    # ranks send as much as the one that has most
+    # all ranks send equally many codes, as an all-gather requires
     longest = max(sum(count for _, count in of_rank[1:]) for of_rank in table)
     local_codes = torch.cat(
         [*(piece.codes() for piece in slices), torch.zeros(longest, dtype=torch.uint8, device=device)]
@@ -145,8 +157,14 @@ def _slice_of(weight: torch.Tensor, values: torch.Tensor | None, first: int | No
     return _Slice(state=weight.state, first=first, values=values.flatten())
 
 
-def _refuse(problem: Fp8Error | None, table: list, shapes: list[tuple[int, ...]]) -> None:
-    """Raise one error on all ranks for mistakes or inconsistent slices."""
+def _check_slices(problem: Fp8Error | None, table: list, shapes: list[tuple[int, ...]]) -> None:
+    """Raise on all ranks for an error or inconsistent slices.
+
+    Args:
+        problem: Error of this rank.
+        table: For each rank, (whether it has an error, 0), then (first element, count) for each weight.
+        shapes: Shape of each weight.
+    """
     if any(of_rank[0][0] for of_rank in table):
         raise problem or Fp8Error("Another rank gave quantize_master_weights wrong slices; see its message.")
     for index, shape in enumerate(shapes):
@@ -162,7 +180,7 @@ def _refuse(problem: Fp8Error | None, table: list, shapes: list[tuple[int, ...]]
 
 
 def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return tensors of equal shape of all ranks, stacked."""
+    """Return the tensors of all ranks, stacked; they have equal shapes."""
     if group is None or group.size() == 1:
         return tensor.unsqueeze(0)
     gathered = tensor.new_empty(group.size() * tensor.numel())

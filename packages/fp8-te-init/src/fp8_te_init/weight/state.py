@@ -1,7 +1,7 @@
 """`WeightState`: storage of FP8 codes, their scales, and the preserved unrounded values.
 
-All tensors that alias the storage share one `WeightState`, so nothing that is known of a weight can be lost between
-them. Scales and history are buffers of the layer: they are written in place and never replaced.
+All tensors that alias the storage share one `WeightState`, so a write through one alias updates the state of all. The
+layer registers scales and history as buffers, so changes of values are written into them in place.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from fp8_te_init.weight.part import Part
 logger = logging.getLogger(__name__)
 
 Release = Literal["seed", "forward", "manual"]
-"""When the values before rounding are dropped: once no master needs them, after the first forward, or by the user."""
+"""When unrounded values are dropped: once no master needs them, after the first forward, or manually."""
 
 Record = Literal["step", "start", "nothing"]
-"""Effect of an amax on delayed scaling: next history entry, first entry, or none."""
+"""Effect of an amax on the history of delayed scaling: "step" adds it, "start" restarts the history with it."""
 
-Due = Literal["check", "agreement"]
-"""Condition to meet before the codes of shards are gathered."""
+GatherRequirement = Literal["check", "agreement"]
+"""Action before codes of shards are gathered: "agreement" of ranks on scales, or a "check" of FSDP2's settings."""
 
 CODES_ALONE = "Codes were loaded without the scales that belong to them"
 SCALES_ALONE = "Scales were overwritten without the codes that belong to them"
@@ -40,68 +40,78 @@ _ADVICE = {
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True, weakref_slot=True)
 class WeightState:
-    """One storage of FP8 codes.
+    """State of one FP8 storage, shared by all tensors that alias it.
 
     Attributes:
-        part: Which weight it is, and which of its rows.
-        codes: uint8 [rows, columns]: all rows of the weight, or this rank's, with padding at the end.
-        scale: float32 scales of the whole weight, into FP8; their shape follows from the granularity.
-        history: float32 [window] of delayed scaling, newest first; None without it.
-        start: The values before rounding of the rows held here, [n, columns]; None if they are not known.
-        keeps: When `start` is dropped; None if values that are written are not kept.
-        pending: Condition to meet before codes of shards are gathered: "agreement" of all ranks on a scale, for which
-            `start` is kept, or a "check" that FSDP2 can gather them. None if nothing is pending, as for a whole weight.
-        master: The float32 master, held weakly, which optimizers of the same weight share; and the dtype to which it is
-            rounded before it is quantized.
-        displaced: The weight before the last write, with its master as `start`, until the next step: an average that is
-            put in for an evaluation and taken out again costs the master no bit.
-        settled: Of the moment when codes and scales were last known to belong together: the versions of both, and the
-            float32 scales back from FP8. The first is None while the scales of loaded codes have not come.
+        part: Cast, dtype and shape of the weight, and the first row held here.
+        codes: uint8 [rows, columns]: all rows of the weight, or this rank's rows with padding at the end.
+        scale: float32 scales of the whole weight, into FP8. The granularity determines their shape.
+        history: float32 [window], amax history of delayed scaling, newest first; None for other scalings.
+        unrounded: Values [n, columns] before rounding of the rows held here: on the host if they are preserved, on the
+            device of the codes if they are kept until the ranks agree on scales. None if they are not known.
+        preserve_until: When `unrounded` is dropped; None if written values are not preserved.
+        gather_requires: Action that is necessary before codes of shards are gathered: "agreement" of all ranks on
+            scales, for which `unrounded` is kept, or a "check" that FSDP2 can gather codes. None if neither is
+            necessary, as for a whole weight.
+        master: Weak reference to the float32 master, which all optimizers of the weight share, and the dtype to which
+            it is rounded before it is quantized.
+        previous_state: State before the last write, with the master of that time as `unrounded`, until the next step;
+            None without a master. Writing the previous values back, for example after an evaluation of averaged
+            weights, restores the master exactly.
+        last_consistent: Versions of codes and scales when they last matched, and the float32 scales back from FP8. The
+            version of codes is None after codes were loaded, until their scales are.
     """
 
     part: Part
     codes: torch.Tensor
     scale: torch.Tensor
     history: torch.Tensor | None = None
-    start: torch.Tensor | None = None
-    keeps: Release | None = None
-    pending: Due | None = None
+    unrounded: torch.Tensor | None = None
+    preserve_until: Release | None = None
+    gather_requires: GatherRequirement | None = None
     master: "tuple[weakref.ref[torch.Tensor], torch.dtype] | None" = None
-    displaced: "WeightState | None" = None
-    settled: "tuple[int | None, int, torch.Tensor] | None" = None
+    previous_state: "WeightState | None" = None
+    last_consistent: "tuple[int | None, int, torch.Tensor] | None" = None
 
     @classmethod
-    def empty(cls, like: torch.Tensor, cast: CastRecipe, keeps: Release | None = None) -> "WeightState":
-        """Return the state of zeros like `like` [rows, columns]."""
-        window, grid = cast.policy.history, ScaleGrid(cast)  # 0 for every scaling but delayed
+    def empty(cls, like: torch.Tensor, cast: CastRecipe, preserve_until: Release | None = None) -> "WeightState":
+        """Return the state of a whole weight of zeros, like `like`."""
+        window, grid = cast.policy.history, ScaleGrid(cast)  # the window is 0 unless scaling is delayed
         return cls(
             part=Part(grid=grid, dtype=like.dtype, full_shape=like.shape),
             codes=torch.zeros(like.shape, dtype=torch.uint8, device=like.device),
             scale=torch.ones(grid.shape(like.shape), device=like.device),
             history=torch.zeros(window, device=like.device) if window else None,
-            keeps=keeps,
+            preserve_until=preserve_until,
         )
 
     def __post_init__(self) -> None:
-        """Mark codes and scales as consistent unless another state is given."""
-        if self.settled is None:
+        """Mark codes and scales as consistent unless `last_consistent` is given."""
+        if self.last_consistent is None:
             self.mark_consistent()
 
-    def around(self, codes: torch.Tensor, **changes: Any) -> "WeightState":
-        """Return a state on other storage: own scales, the same unrounded values."""
+    def with_codes(self, codes: torch.Tensor, **changes: Any) -> "WeightState":
+        """Return a copy of this state on other codes.
+
+        Scales and history are copied to the device of `codes`; unrounded values are shared. The copy has no master.
+
+        Args:
+            codes: uint8, the codes of the copy.
+            **changes: Other fields of the copy.
+        """
         self.follow_loads()
-        own: dict[str, Any] = {"master": None, "displaced": None, "settled": None}
-        own |= {name: _copied(getattr(self, name), codes.device) for name in ("scale", "history")}
-        twin = dataclasses.replace(self, codes=codes, **(own | changes))
-        if twin.sharded and twin.pending is None:
-            twin.pending = "check"
+        fields: dict[str, Any] = {"master": None, "previous_state": None, "last_consistent": None}
+        fields |= {name: _copied(getattr(self, name), codes.device) for name in ("scale", "history")}
+        twin = dataclasses.replace(self, codes=codes, **(fields | changes))
+        if twin.sharded and twin.gather_requires is None:
+            twin.gather_requires = "check"
         if self.loading:
             twin.mark_scales_pending()
-        elif self.problem is not None:  # scales alone; a copy has no other record of them
-            twin.settled = version_of(twin.codes), -1, self.scale_inv.to(codes.device)
+        elif self.problem is not None:  # scales were overwritten alone: the copy must raise for them, too
+            twin.last_consistent = version_of(twin.codes), -1, self.scale_inv.to(codes.device)
         return twin
 
-    # ------------------------------------------------------------ which part of the weight this is
+    # ------------------------------------------------------------ identity and local rows
 
     @property
     def cast(self) -> CastRecipe:
@@ -110,7 +120,7 @@ class WeightState:
 
     @property
     def dtype(self) -> torch.dtype:
-        """float32, bfloat16 or float16: the high-precision dtype of the weight."""
+        """High-precision dtype of the weight: float32, bfloat16 or float16."""
         return self.part.dtype
 
     @property
@@ -120,22 +130,22 @@ class WeightState:
 
     @property
     def first_row(self) -> int:
-        """Index of the first row that is held here."""
+        """Index of the first row held here; 0 for a whole weight."""
         return self.part.first_row or 0
 
     @property
     def sharded(self) -> bool:
-        """True if other ranks may hold rows, so that scales need agreement."""
+        """True if other ranks may hold rows of the weight."""
         return self.part.first_row is not None
 
     @property
     def rows(self) -> int:
-        """Number of rows of the weight that are held here, without padding."""
+        """Number of rows of the weight held here, without padding."""
         return max(0, min(self.codes.shape[0], self.part.full_shape[0] - (self.part.first_row or 0)))
 
     @property
-    def own_codes(self) -> torch.Tensor:
-        """uint8 [n, columns], the rows that are held here, without padding."""
+    def local_codes(self) -> torch.Tensor:
+        """Codes of the rows held here, uint8 [n, columns], without padding."""
         return self.codes[: self.rows]
 
     @property
@@ -145,35 +155,37 @@ class WeightState:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of scales, in both directions, and history."""
+        """Bytes of the scales in both directions and of the history."""
         return 2 * self.scale.nbytes + (0 if self.history is None else self.history.nbytes)
 
     @property
-    def displaced_bytes(self) -> int:
-        """Bytes of the weight before the last write, with its master."""
-        held = self.displaced
-        return 0 if held is None or held.start is None else held.codes.nbytes + held.start.nbytes + held.displaced_bytes
+    def previous_state_bytes(self) -> int:
+        """Bytes of codes and masters of all previous states."""
+        previous = self.previous_state
+        if previous is None or previous.unrounded is None:
+            return 0
+        return previous.codes.nbytes + previous.unrounded.nbytes + previous.previous_state_bytes
 
     @property
     def fmt(self) -> Format:
-        """The format of the codes."""
+        """FP8 format of the codes."""
         return self.part.grid.cast.fp8_format
 
     @property
     def float8_codes(self) -> torch.Tensor:
-        """The storage as torch's float8 dtype."""
+        """Codes as torch's float8 dtype, padding included; shares memory."""
         return self.codes.view(torch_dtype(self.cast.format))
 
     @property
     def scale_inv(self) -> torch.Tensor:
-        """float32 scales back from FP8, of the shape of `scale`; read only."""
-        assert self.settled is not None  # noqa: S101  from `__post_init__` on
-        return self.settled[2]
+        """float32 scales back from FP8, shaped like `scale`; read only."""
+        assert self.last_consistent is not None  # noqa: S101  set in `__post_init__`
+        return self.last_consistent[2]
 
     # ------------------------------------------------------------ between codes and values
 
     def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return dequantized values [n, columns] of the rows that are held here."""
+        """Return dequantized values [n, columns] of the rows held here."""
         return self.all_values(dtype)[: self.rows]
 
     def all_values(self, dtype: torch.dtype) -> torch.Tensor:
@@ -188,23 +200,26 @@ class WeightState:
 
     def expanded_scale_inv(self) -> torch.Tensor:
         """Return float32 scales back from FP8 that broadcast to [n, columns]."""
-        return self.part.grid.of_part(self.scale_inv, self.own_codes.shape, self.part.region)
+        return self.part.grid.of_part(self.scale_inv, self.local_codes.shape, self.part.region)
 
     def amax_bits(self, values: torch.Tensor) -> torch.Tensor:
-        """Return int32 [k], bits of absolute maxima, MAX-reduced to scales."""
+        """Return the bits of absolute maxima, int32 [k].
+
+        Their maximum over all ranks determines the scales.
+        """
         return self.part.grid.amax_bits(values, self.part.region)
 
     def quantize_(self, values: torch.Tensor, bits: torch.Tensor | None, *, record: Record = "start") -> None:
-        """Write codes of values [n, columns] and their scales from `bits`.
+        """Quantize values into the codes, with scales from `bits`.
 
         Args:
-            values: float16, bfloat16 or float32, on the device of the codes.
-            bits: `amax_bits`, combined over ranks; None makes the scales of these values alone.
-            record: Effect on delayed scaling. An optimizer's "step" is cast with the scale of earlier steps; everything
-                else with the scale from `bits`.
+            values: [n, columns], float16, bfloat16 or float32, on the device of the codes.
+            bits: Maximum of `amax_bits` over ranks; None computes the scales from these values alone.
+            record: Effect on delayed scaling. A "step" is cast with the scale of earlier steps, everything else with
+                the scale from `bits`.
         """
         if bits is None and self.history is None and self.rows == self.part.full_shape[0]:
-            cast = self.part.grid.quantize_whole(values)  # amax, scales and codes in one pass, with the bits of below
+            cast = self.part.grid.quantize_whole(values)  # one pass, with the same bits as the other branch
             self.scale.copy_(cast.scale.view(self.scale.shape))
             self.codes[: len(values)].copy_(cast.codes.view(torch.uint8))
             self.mark_consistent(cast.scale_inv.view(self.scale.shape))
@@ -212,16 +227,16 @@ class WeightState:
             self.set_scale(self.amax_bits(values) if bits is None else bits, record)
             self.codes[: len(values)].copy_(self.quantized(values))
             self.mark_consistent()
-        if self.keeps is None:
-            self.start = None
-        self._has_agreed()
+        if self.preserve_until is None:
+            self.unrounded = None
+        self._end_agreement()
 
     def set_scale(self, bits: torch.Tensor, record: Record) -> None:
-        """Set scales and history from agreed bits; the caller writes the codes."""
+        """Set scales and history from reduced `amax_bits`; the caller writes the codes."""
         amax, previous = self.part.grid.amax(bits, self.full_shape), None
         if self.history is not None:
             algo, previous = self.cast.policy.algo, self.scale
-            # before the update: the amax of a step counts from the next one on
+            # before the update, since the amax of a step first counts in the next step
             known = numerics.reduce_history(self.history, algo)
             if record != "nothing":
                 before = self.history if record == "step" else torch.zeros_like(self.history)
@@ -230,272 +245,300 @@ class WeightState:
         self.scale.copy_(casts.scale_from_amax(amax, self.fmt, self.cast.policy, previous))
 
     def write(self, values: torch.Tensor, *, replaces: bool = True, fresh: bool = False) -> None:
-        """Set new values [n, columns]: codes, unrounded values and master.
+        """Set codes, unrounded values and master from new values.
 
-        The ranks agree on a scale later.
+        The ranks agree on common scales of shards later, in `agree_on_written`.
 
-        Values equal to the rounding of the current weight, or of the weight before the last write, leave it unchanged:
-        user code read them and wrote them back.
+        User code may read dequantized values and write them back. Such a write of the current values changes nothing,
+        and a write of the values before the last write restores that state.
 
         Args:
-            values: float16, bfloat16 or float32, on the device of the codes.
-            replaces: Whether they replace the present values; an edit in several steps is one change otherwise.
-            fresh: Whether the values were created here, so that they cannot be read-back values. The host does not
-                wait.
+            values: [n, columns], float16, bfloat16 or float32, on the device of the codes.
+            replaces: Whether the values replace the weight. False marks one of several edits in place, such as
+                `add_`, which together count as one change of the weight.
+            fresh: Whether the caller has created the values, so that they are not compared with dequantized ones. The
+                comparison waits for the device.
         """
         values = values.detach()
-        for held in () if fresh else (self, self.displaced):
-            if held is None or held.problem is not None or not numerics.same_bits(values, held.values(values.dtype)):
+        for state in () if fresh else (self, self.previous_state):
+            if state is None or state.problem is not None or not numerics.same_bits(values, state.values(values.dtype)):
                 continue
-            if held is not self:
-                self._put_back(held)
-            elif self.sharded:  # as on ranks whose rows did change
-                self._take_start(self.best_values())
+            if state is not self:
+                self._restore(state)
+            elif self.sharded:  # rows on other ranks may have changed, so that all ranks must agree
+                self._keep_unrounded(self.best_values())
             return
-        self.displace(replaces)
+        self.save_previous_state(replaces)
         self.quantize_(values, None)
-        if self.displaced is not None:
-            self.displaced.displaced = None
-        self._take_start(values)
+        if self.previous_state is not None:
+            self.previous_state.previous_state = None
+        self._keep_unrounded(values)
         self._set_master(values)
 
-    def take(self, other: "WeightState", row: int = 0) -> None:
-        """Copy codes, scales and unrounded values of an equal-shaped weight.
+    def copy_rows(self, other: "WeightState", row: int = 0) -> None:
+        """Copy codes, scales and unrounded values from another weight.
 
-        Rows start at `row`.
+        Args:
+            other: State with the same cast and full shape.
+            row: Row of `other.codes` that becomes the first row here.
         """
-        refused, moves = other.problem is not None, other.sharded and self.rows == 0
-        self.displace()
-        if moves:  # FSDP2 pads a shard in the first forward, which may come while another weight is put in
-            self.displaced = other.displaced
+        inconsistent, moves = other.problem is not None, other.sharded and self.rows == 0
+        self.save_previous_state()
+        if moves:  # FSDP2 pads a shard in the first forward, which may run between a write and its reversal
+            self.previous_state = other.previous_state
         if self.sharded:
             self.part = dataclasses.replace(self.part, first_row=other.first_row + row)
-        self.own_codes.copy_(other.codes[row : row + self.rows])
+        self.local_codes.copy_(other.codes[row : row + self.rows])
         if self.scale is not other.scale:
             self.scale.copy_(other.scale)
             if self.history is not None and other.history is not None:
                 self.history.copy_(other.history)
-            self.pending = other.pending or "check"
-        known = self.keeps is not None or self.pending == "agreement" or self.live_master is not None
-        self.start = other.start[row : row + self.rows].clone() if known and other.start is not None else None
-        if refused:  # FSDP2 copies after a load, on ranks with padding alone: all ranks raise at the next use
+            self.gather_requires = other.gather_requires or "check"
+        known = self.preserve_until is not None or self.gather_requires == "agreement" or self.live_master is not None
+        values = other.unrounded if known else None
+        self.unrounded = None if values is None else values[row : row + self.rows].clone()
+        if inconsistent:  # FSDP2 copies after a load, on ranks with padding alone: all ranks raise at the next use
             self.mark_scales_pending()
             return
         self.mark_consistent()
         self.follow_codes()
 
-    def _take_start(self, values: torch.Tensor) -> None:
-        """Keep unrounded values while needed; in shards, until scales are agreed."""
+    def _keep_unrounded(self, values: torch.Tensor) -> None:
+        """Keep unrounded values if preserved; in shards, until ranks agree on scales."""
         if self.sharded:
-            self.pending = "agreement"
-        if self.keeps is not None:
-            self.start = values.to("cpu", copy=True)
+            self.gather_requires = "agreement"
+        if self.preserve_until is not None:
+            self.unrounded = values.to("cpu", copy=True)
         elif self.sharded:
-            self.start = values.clone()
+            self.unrounded = values.clone()
 
-    def _put_back(self, held: "WeightState") -> None:
-        """Be the weight before the last write again."""
-        exact: Any = held.start
-        made_of = held.made_of(exact)
-        self.own_codes.copy_(held.own_codes)
-        self.scale.copy_(held.scale)
-        if self.history is not None and held.history is not None:
-            self.history.copy_(held.history)
-        self.start = self.displaced = None
+    def _restore(self, previous: "WeightState") -> None:
+        """Restore the state before the last write, with its master."""
+        master: Any = previous.unrounded
+        values = previous.matching_values(master)
+        self.local_codes.copy_(previous.local_codes)
+        self.scale.copy_(previous.scale)
+        if self.history is not None and previous.history is not None:
+            self.history.copy_(previous.history)
+        self.unrounded = self.previous_state = None
         self.mark_consistent()
-        self._take_start(exact if made_of is None else made_of)
-        self._set_master(exact)
+        self._keep_unrounded(master if values is None else values)
+        self._set_master(master)
 
     # ------------------------------------------------------------ the master
 
     @property
     def live_master(self) -> torch.Tensor | None:
-        """The float32 master of local rows in its optimizer, or None."""
+        """The float32 master if alive and like the local rows, else None."""
         master = None if self.master is None else self.master[0]()
         if master is None:
             return None
         local = local_of(master)
-        return master if (local.shape, local.device) == (self.own_codes.shape, self.device) else None
+        return master if (local.shape, local.device) == (self.local_codes.shape, self.device) else None
 
-    def made_of(self, master: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the values that a matching master [n, columns] was quantized from.
+    def matching_values(self, master: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a master's values if they quantize to the codes, else None.
 
-        None otherwise.
+        Args:
+            master: [n, columns], float32, or None.
+
+        Returns:
+            [n, columns] in the dtype to which masters of this weight are rounded before they are quantized.
         """
         if master is None or self.master is None:
             return None
         values = local_of(master).detach().to(self.master[1])
-        return values if torch.equal(self.quantized(values), self.own_codes) else None
+        return values if torch.equal(self.quantized(values), self.local_codes) else None
 
     @torch.no_grad()
     def _set_master(self, values: Any) -> None:
         master = self.live_master
         if master is not None:
-            # through `.data`, which counts as no change that waits for `write_back`
+            # `.data` keeps the version: the optimizer must not see a changed master that waits for `write_back`
             local_of(master).data.copy_(values)
 
-    def displace(self, replaces: bool = True) -> None:
-        """Record the current weight with its master before a write."""
+    def save_previous_state(self, replaces: bool = True) -> None:
+        """Save the current weight with its master before a write.
+
+        Args:
+            replaces: See `write`. False keeps the state that an earlier edit has saved.
+        """
         self.follow_loads()
         master = self.live_master
         if master is None:
-            self.displaced = None
-        elif replaces or self.displaced is None:
-            snapshot = {"start": local_of(master).detach().clone(), "master": self.master, "displaced": self.displaced}
-            self.displaced = self.around(self.codes.clone(), **snapshot)
+            self.previous_state = None
+        elif replaces or self.previous_state is None:
+            snapshot = {
+                "unrounded": local_of(master).detach().clone(),
+                "master": self.master,
+                "previous_state": self.previous_state,
+            }
+            self.previous_state = self.with_codes(self.codes.clone(), **snapshot)
 
     def follow_codes(self) -> None:
-        """Update the master from external codes, unless they are already its rounding."""
+        """Update master and unrounded values after the codes were replaced."""
         if self.live_master is not None:
             self._set_master_of_codes()
-        if self.displaced is not None:
-            self.displaced.displaced = None
-        if self.keeps is None and self.pending != "agreement":
-            self.start = None
+        if self.previous_state is not None:
+            self.previous_state.previous_state = None
+        if self.preserve_until is None and self.gather_requires != "agreement":
+            self.unrounded = None
 
     def _set_master_of_codes(self) -> None:
-        if self.start is not None:
-            self._set_master(self.start)
+        """Set the master to the most exact known values of the codes."""
+        if self.unrounded is not None:
+            self._set_master(self.unrounded)
             return
-        if self.made_of(self.live_master) is not None:
+        if self.matching_values(self.live_master) is not None:
             return
-        held = self.displaced
-        while held is not None:  # the weight before this change, and before the one before
-            if held.holds_codes_of(self):
-                # codes came with their scales: unlike after values, ranks have nothing to agree on
-                self._set_master(held.start)
-                self.displaced = None
+        previous = self.previous_state
+        while previous is not None:
+            if previous.holds_codes_of(self):
+                # the codes were loaded with their scales, so that the ranks already agree
+                self._set_master(previous.unrounded)
+                self.previous_state = None
                 return
-            held = held.displaced
-        tell_of_restart()
+            previous = previous.previous_state
+        warn_of_restart()
         self._set_master(self.values())
 
     def holds_codes_of(self, other: "WeightState") -> bool:
-        """Return whether codes and scales are equal."""
-        return torch.equal(self.own_codes, other.own_codes) and torch.equal(self.scale, other.scale)
+        """Return whether both states have equal codes and scales."""
+        return torch.equal(self.local_codes, other.local_codes) and torch.equal(self.scale, other.scale)
 
-    # ------------------------------------------------------------ the values before rounding
+    # ------------------------------------------------------------ unrounded values
 
     def init_values(self) -> torch.Tensor | None:
-        """Return the unrounded values [n, columns], None if they are not preserved.
+        """Return the unrounded values [n, columns], None if they are not known.
 
         Raises:
-            StaleInitError: They do not quantize to the present codes.
+            StaleInitError: If they do not quantize to the current codes.
         """
         self.follow_loads()
-        if self.start is None:
+        if self.unrounded is None:
             return None
-        # Compared at every read: a kernel may have written to the codes, which no operator shows.
-        if not torch.equal(self.quantized(self.start.to(self.device)), self.own_codes):
+        # Compared at every read, because a kernel may have written to the codes without a change of their version.
+        if not torch.equal(self.quantized(self.unrounded.to(self.device)), self.local_codes):
             raise StaleInitError(
-                f"The values before rounding of a weight {tuple(self.full_shape)} do not quantize to its present "
-                "codes: these were written to behind its back. Write values to the weight (copy_), or load them."
+                f"The values before rounding of a weight {tuple(self.full_shape)} do not quantize to its current "
+                "codes: an optimizer step or other code has changed the codes. Write values to the weight (copy_), "
+                "or load them."
             )
-        return self.start
+        return self.unrounded
 
     def best_values(self) -> torch.Tensor:
-        """Return the most exact known values: unrounded, master, or rounded ones.
+        """Return the most exact known values, on the device of the codes.
 
-        They are on the device of the codes.
+        These are the unrounded values, else a master that quantizes to the codes, else the dequantized values.
         """
         try:
             values = self.init_values()
         except StaleInitError:
             values = None
-        values = self.made_of(self.live_master) if values is None else values
+        values = self.matching_values(self.live_master) if values is None else values
         return self.values() if values is None else values.to(self.device)
 
     def release(self) -> int:
-        """Drop the unrounded values, stop preserving them, and return their bytes.
+        """Drop the unrounded values and return their bytes.
 
-        While ranks have not agreed on a scale, the values are kept internally.
+        No values are preserved from now on. Values that the ranks need to agree on scales are kept until then, and 0 is
+        returned.
         """
-        held, self.keeps = self.start, None
-        if held is None or self.pending == "agreement":
+        values, self.preserve_until = self.unrounded, None
+        if values is None or self.gather_requires == "agreement":
             return 0
-        self.start = None
-        return held.nbytes
+        self.unrounded = None
+        return values.nbytes
 
     def after_forward(self) -> None:
-        """Drop the values before rounding that no living master needs."""
-        if self.keeps == "forward" or (self.keeps == "seed" and self.live_master is None):
+        """Drop the unrounded values after a forward, as `preserve_until` selects."""
+        if self.preserve_until == "forward" or (self.preserve_until == "seed" and self.live_master is None):
             self.release()
 
     # ------------------------------------------------------------ loads
 
     def mark_scales_pending(self) -> None:
-        """Mark the codes as loaded; their scales are expected next."""
-        self.settled = None, version_of(self.scale), casts.reciprocal(self.scale)
-        self._forget_start()
+        """Mark the codes as loaded, with their scales still to be loaded."""
+        self.last_consistent = None, version_of(self.scale), casts.reciprocal(self.scale)
+        self._forget_unrounded()
 
-    def _forget_start(self) -> None:
-        """Forget unrounded values after codes and common scales were loaded."""
-        self.start = None
-        self._has_agreed()
+    def _forget_unrounded(self) -> None:
+        """Drop unrounded values after other codes were loaded."""
+        self.unrounded = None
+        self._end_agreement()
 
-    def _has_agreed(self) -> None:
-        if self.pending == "agreement":
-            self.pending = "check"
+    def _end_agreement(self) -> None:
+        """Require no agreement on scales any more, because they are common."""
+        if self.gather_requires == "agreement":
+            self.gather_requires = "check"
 
     def check(self) -> None:
-        """Raise if codes lack their scales, or scales their codes.
+        """Complete a load; raise if codes or scales were written alone.
 
         Raises:
-            Fp8Error: One of both.
+            Fp8Error: If codes were loaded without their scales, or scales were overwritten without their codes.
         """
-        if not (self.codes_came or self.scales_came):
+        if not (self.codes_changed or self.scales_changed):
             return
         problem = self.problem
         if problem is not None:
             raise Fp8Error(f"{problem} in an FP8 weight {tuple(self.full_shape)}. {_ADVICE[problem]}")
         if self.scale.is_meta:
             return
-        is_load = self.codes_came  # else the scales were copied to themselves
+        is_load = self.codes_changed  # otherwise equal scales were written
         self.mark_consistent()
         if is_load:
-            self._forget_start()
+            self._forget_unrounded()
             self.follow_codes()
 
     def follow_loads(self) -> None:
-        """Update the master after a complete load that was not read yet."""
+        """Complete a load if both codes and scales have been written."""
         if self.problem is None:
             self.check()
 
     @property
     def loading(self) -> bool:
-        """True if codes were loaded whose scales are still missing."""
-        return self.settled is not None and self.settled[0] is None
+        """True from a load of codes until `check` finds their scales."""
+        return self.last_consistent is not None and self.last_consistent[0] is None
 
     @property
-    def codes_came(self) -> bool:
-        """True if codes changed since they last matched the scales."""
-        return self.settled is not None and version_of(self.codes) != self.settled[0]
+    def codes_changed(self) -> bool:
+        """True if codes were written since they last matched the scales."""
+        return self.last_consistent is not None and version_of(self.codes) != self.last_consistent[0]
 
     @property
-    def scales_came(self) -> bool:
-        """True if scales changed since they last matched the codes."""
-        return self.settled is not None and version_of(self.scale) != self.settled[1]
+    def scales_changed(self) -> bool:
+        """True if scales were written since they last matched the codes."""
+        return self.last_consistent is not None and version_of(self.scale) != self.last_consistent[1]
 
     @property
     def problem(self) -> str | None:
-        """Reason why codes and scales are inconsistent, None if they are consistent."""
+        """Error message if codes or scales were written alone, else None."""
         if self.scale.is_meta:
             return None
-        if self.codes_came and not self.scales_came:
+        if self.codes_changed and not self.scales_changed:
             return CODES_ALONE
-        if self.scales_came and not self.codes_came and not torch.equal(casts.reciprocal(self.scale), self.scale_inv):
+        if (
+            self.scales_changed
+            and not self.codes_changed
+            and not torch.equal(casts.reciprocal(self.scale), self.scale_inv)
+        ):
             return SCALES_ALONE
         return None
 
     def mark_consistent(self, scale_inv: torch.Tensor | None = None) -> None:
-        """Mark codes and scales as consistent, with `scale_inv` as the reciprocal."""
+        """Mark codes and scales as consistent.
+
+        Args:
+            scale_inv: float32 scales back from FP8; None computes them.
+        """
         scale_inv = casts.reciprocal(self.scale) if scale_inv is None else scale_inv
-        self.settled = version_of(self.codes), version_of(self.scale), scale_inv
+        self.last_consistent = version_of(self.codes), version_of(self.scale), scale_inv
 
 
 @functools.cache
-def tell_of_restart() -> None:
-    """Warn, once, of masters that are given up for codes."""
+def warn_of_restart() -> None:
+    """Warn once that masters restart from the values of loaded codes."""
     logger.warning(
         "FP8 codes were loaded that are not the rounding of the weights' masters (a checkpoint "
         "of another step, a copy): these masters start again from rounded values. Load model and optimizer of the same "
@@ -506,6 +549,6 @@ def tell_of_restart() -> None:
 def _copied(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
     if tensor is None:
         return None
-    if tensor.is_meta != (device.type == "meta"):  # there are no values to move
+    if tensor.is_meta != (device.type == "meta"):  # to or from the meta device, which has no values
         return torch.empty_like(tensor, device=device)
     return tensor.to(device, copy=True)

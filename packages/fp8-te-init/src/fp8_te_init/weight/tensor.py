@@ -1,8 +1,8 @@
-"""`PrimaryFloat8Weight`: a high-precision tensor subclass on FP8 codes and scales.
+"""`PrimaryFloat8Weight`: a tensor of a high-precision dtype on FP8 codes and scales.
 
-Any operator reads the dequantized values; views alias the codes. A write starts from the unrounded values (the rounded
-ones if those are not preserved), applies the operator, and quantizes again. So every initialization function works on
-it, and its result is preserved exactly. FSDP2 gathers the codes.
+Operators read the dequantized values, and views alias the codes. A write starts from the most exact known values (the
+unrounded ones, else the master's, else the dequantized ones), applies the operator and quantizes the result. So every
+initialization function works on it, and its result is preserved exactly. FSDP2 gathers the codes.
 """
 
 import copy
@@ -34,16 +34,16 @@ from fp8_te_init.weight.state import WeightState
 aten = torch.ops.aten
 logger = logging.getLogger(__name__)
 
-# Results of these are new FP8 weights.
+# The results of these operators are new FP8 weights.
 _COPIES = {aten.clone.default, aten.empty_like.default, aten._pin_memory.default, aten._to_copy.default}
-# These replace all values: nothing accumulates that rounding could lose.
+# These operators replace all values, so that no small change accumulates in rounded values.
 _OVERWRITES = {aten.copy_, aten._foreach_copy_, aten.fill_, aten.zero_, aten._foreach_zero_}
-# Operators of torch.distributed, whose writes no other rank's codes can be part of.
+# Namespaces of collectives, which cannot write the values of other ranks as codes.
 _COLLECTIVES = ("c10d", "_c10d_functional", "symm_mem")
 
 
 class _Traced:
-    """Stateless view of a `WeightState` for compilers, whose guards hold copies."""
+    """Reference to a `WeightState` for compilers; their guards hold copies without it."""
 
     def __init__(self, state: WeightState) -> None:
         self.state: Any = state
@@ -56,13 +56,27 @@ class _Traced:
 
 
 class PrimaryFloat8Weight(torch.Tensor):
-    """A weight [rows, columns], or its local rows, as FP8 codes.
+    """Weight [rows, columns], or its local rows, that holds FP8 codes.
 
-    It reports the high-precision dtype.
+    `fp8_model_init` and `convert_linear` create it. Its dtype is a high-precision dtype: operators read dequantized
+    values, and written values are quantized.
 
     Args:
         codes: uint8 view of `state.codes`.
-        state: State of the storage; shared by all aliases.
+        state: State of the storage, shared by all aliases.
+
+    Example:
+        >>> import torch
+        >>> from fp8_te_init import PrimaryFloat8Weight, fp8_model_init
+        >>> with fp8_model_init():
+        ...     weight = torch.nn.Linear(64, 32, dtype=torch.bfloat16).weight
+        >>> isinstance(weight, PrimaryFloat8Weight)
+        True
+        >>> weight.dtype, weight.codes.dtype
+        (torch.bfloat16, torch.float8_e4m3fn)
+        >>> with torch.no_grad():
+        ...     weight.fill_(0.5).dequantize().unique()
+        tensor([0.5000], dtype=torch.bfloat16)
     """
 
     # Slots: copying `vars(parameter)` to another parameter must not keep codes and state alive.
@@ -81,53 +95,57 @@ class PrimaryFloat8Weight(torch.Tensor):
     ) -> "PrimaryFloat8Weight":
         """Wrap `codes` without copying them.
 
-        Loaders (accelerate's `init_empty_weights`) rebuild parameters as `type(p)(p.to(device), **p.__dict__)`: a
-        weight passed as codes becomes a parameter unchanged, and its owners keep the attributes.
+        Loaders (accelerate's `init_empty_weights`) rebuild parameters as `type(p)(p.to(device), **p.__dict__)`. A
+        weight that is passed as `codes` becomes a parameter on the same state; `attributes` are ignored.
         """
         if state is None or isinstance(codes, PrimaryFloat8Weight):
             rebuilt: Any = nn.Parameter(codes, requires_grad=requires_grad)
             return rebuilt
-        # A wrapper without storage: only `__torch_dispatch__` reaches the codes. It has their strides and offset, so
-        # that a view of this tensor is the same view of them.
+        # A wrapper without storage: only `__torch_dispatch__` reaches the codes. The wrapper has their strides and
+        # offset, so that a view of the wrapper is the same view of the codes.
         self = wrapper_of(cls, codes, dtype=state.dtype)
         self._codes, self._state = codes, state
         return self
 
-    # ------------------------------------------------------------ the protocol of TransformerEngine
+    # ------------------------------------------------------------ methods named as in TransformerEngine
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
-        """Return the unrounded values [n, columns] on the host, or None.
+        """Return the preserved unrounded values [n, columns] on the host, or None.
 
-        It may be called again.
+        The values are in the dtype in which they were written, and stay preserved.
 
         Raises:
-            StaleInitError: The codes were changed behind its back.
+            StaleInitError: If they do not quantize to the current codes.
         """
-        return None if self._state.keeps is None else self._state.init_values()
+        return None if self._state.preserve_until is None else self._state.init_values()
 
     def clear_high_precision_init_val(self) -> None:
-        """Drop the values before rounding, and preserve none from now on."""
+        """Drop the unrounded values, and preserve none from now on."""
         self._state.release()
 
     # ------------------------------------------------------------ other public methods
 
     @property
     def state(self) -> WeightState:
-        """State of the storage."""
+        """State of the storage, shared by all aliases."""
         return self._state
 
     @property
     def scale(self) -> torch.Tensor:
-        """float32 scales into FP8: [], [rows, 1] or per block."""
+        """float32 scales into FP8: [], [rows, 1], or one per block."""
         return self._state.scale
 
     @property
     def codes(self) -> torch.Tensor:
-        """This view's codes in torch's float8 dtype, sharing memory."""
+        """Codes in torch's float8 dtype, shaped like this view; shares memory."""
         return self._codes.view(self._state.float8_codes.dtype)
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a plain tensor of dequantized values in `dtype` (default: own dtype)."""
+        """Return the dequantized values as a plain tensor.
+
+        Args:
+            dtype: A floating-point dtype; the dtype of the weight by default.
+        """
         if self.is_meta:
             return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
         return self.view_of(self._state.all_values(dtype or self.dtype).contiguous())
@@ -136,12 +154,12 @@ class PrimaryFloat8Weight(torch.Tensor):
     def data(self) -> torch.Tensor:  # pyrefly: ignore[bad-override]
         """An alias outside of autograd.
 
-        Setting it copies values, or another FP8 weight's codes and unrounded values.
-
-        Existing aliases keep showing the old values, like aliases of plain tensors.
+        Setting it copies the given values, or codes, scales and unrounded values of another FP8 weight. Existing
+        aliases keep the old values, like aliases of plain tensors.
 
         Raises:
-            Fp8Error: The new value has another shape, dtype or device, or is a view of a larger buffer.
+            Fp8Error: If the new value has another shape, dtype or device or is a view of a larger buffer, or if this
+                tensor is a view of a part of the weight.
         """
         return super().data
 
@@ -161,29 +179,29 @@ class PrimaryFloat8Weight(torch.Tensor):
             )
         if not self.is_whole:
             raise Fp8Error("Set .data of the weight itself; this is a view of a part of it. Use copy_.")
-        # The state of this weight has the scales that the layer shows as buffers; old aliases get a state with copies.
-        before = self._state
-        own = before.around(before.codes.clone(), master=before.master, displaced=before.displaced)
-        before.displaced = None
-        loading = before.loading
-        own.scale, own.history, before.scale, before.history = before.scale, before.history, own.scale, own.history
-        for state in (own, before):
+        # The new state keeps the scales that the layer has as buffers; the state of old aliases gets copies.
+        old = self._state
+        new = old.with_codes(old.codes.clone(), master=old.master, previous_state=old.previous_state)
+        old.previous_state = None
+        loading = old.loading
+        new.scale, new.history, old.scale, old.history = old.scale, old.history, new.scale, new.history
+        for state in (new, old):
             state.mark_consistent()
         if loading:
-            before.mark_scales_pending()
-        self._codes, self._state = self.view_of(own.codes), own
+            old.mark_scales_pending()
+        self._codes, self._state = self.view_of(new.codes), new
         with torch.no_grad():
             self.copy_(values)
 
     def data_ptr(self) -> int:
-        """Return the address of the codes, which tools use as an identity.
+        """Return the address of the codes.
 
-        The tensor itself has no storage.
+        The tensor itself has no storage; other libraries use the address as an identity.
         """
         return self._codes.data_ptr()
 
     def share_memory_(self) -> "PrimaryFloat8Weight":
-        """Raise: writes of other processes to codes would go unnoticed.
+        """Raise, because writes of other processes to the codes would go unnoticed.
 
         Raises:
             Fp8UnsupportedError: Always.
@@ -195,38 +213,38 @@ class PrimaryFloat8Weight(torch.Tensor):
 
     @property
     def is_whole(self) -> bool:
-        """True if this view shows all local rows, with or without padding."""
+        """True if this view has all local rows, with or without padding."""
         codes = self._state.codes
         rows = self._codes.shape[0] if self._codes.ndim == codes.ndim else -1
         return self._codes.data_ptr() == codes.data_ptr() and rows in (self._state.rows, codes.shape[0])
 
     def view_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this view's part of a contiguous tensor of the storage's shape."""
+        """Return the same view of a contiguous tensor with the storage's shape."""
         offset = self._codes.storage_offset() - self._state.codes.storage_offset()
         return whole.as_strided(self._codes.shape, self._codes.stride(), whole.storage_offset() + offset)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        """Show shape, format and dtype."""
+        """Return shape, format and dtype as text."""
         return f"PrimaryFloat8Weight(shape={tuple(self.shape)}, {self._state.cast.format}, dtype={self.dtype})"
 
     # ------------------------------------------------------------ copies and pickles
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        """Pickle codes and scales; values before rounding are never part of it."""
+        """Pickle codes, scales and history, without unrounded values."""
         state = self._state
         fields: dict[str, Any] = {name: getattr(state, name) for name in ("codes", "scale", "history")}
-        # of types that `torch.load` knows
+        # `torch.load` accepts these types
         part = (state.cast.to_dict(), state.dtype, state.full_shape, state.part.first_row)
         trained = self.requires_grad if isinstance(self, nn.Parameter) else None
         return _rebuild, (part, fields, self._codes, trained)
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
-        """Copy codes, scales and unrounded values, keeping aliases and buffer references."""
+        """Copy codes and scales; keep aliases, buffers and unrounded values."""
         if id(self) not in memo:
             state = self._state
             if id(state) not in memo:
-                # the buffers of the copied layer, which are copied after its parameters, are these tensors
-                twin = memo[id(state)] = state.around(state.codes.clone())
+                # buffers of a layer are copied after its parameters, and must become the tensors of the copied state
+                twin = memo[id(state)] = state.with_codes(state.codes.clone())
                 memo[id(state.scale)], memo[id(state.history)] = twin.scale, twin.history
             codes = self.view_of(memo[id(state)].codes)
             copied: torch.Tensor = PrimaryFloat8Weight(codes, memo[id(state)])
@@ -239,24 +257,24 @@ class PrimaryFloat8Weight(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict, traced: Any, size: Any, stride: Any) -> "PrimaryFloat8Weight":
-        """Rebuild from `__tensor_flatten__`."""
+        """Rebuild the weight from `__tensor_flatten__`."""
         return PrimaryFloat8Weight(inner["_codes"], traced.state)
 
     @classmethod
     def __metadata_guard__(cls, traced: Any, present: Any) -> bool:
-        """Register shape and dtype with compilers as guards, not codes and scales."""
+        """Compare cast, dtype and shape, on which compiled code depends."""
         return traced.kind == present.kind
 
     # ------------------------------------------------------------ operators
 
-    # Everything is decided in `__torch_dispatch__`; the default would wrap the result of every operator in this class.
+    # `__torch_dispatch__` selects the result types; the default would wrap the result of every operator in this class.
     __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Keep views and copies FP8, requantize after writes, dequantize for other operators."""
+        """Keep views and copies FP8, quantize writes, dequantize for other operators."""
         kwargs, first = kwargs or {}, args[0] if args else None
-        # before the check for writes: codes are copied directly, every other `copy_` provides values
+        # first, because codes are copied directly, while every other `copy_` provides values
         if func is aten.copy_.default and isinstance(first, cls) and _is_codes(args[1]):
             return _copy_codes(first, args[1])
         written: Any = [w for w in written_tensors(func, args, kwargs) if isinstance(w, cls)]
@@ -270,13 +288,13 @@ class PrimaryFloat8Weight(torch.Tensor):
         if written:
             return _write(func, args, kwargs, written)
         if isinstance(first, cls) and is_view(func) and func is not aten.view.dtype:
-            # one byte for each element: a view by shape and strides is the same view of the codes
+            # the wrapper and its codes have equal shapes and strides, so that every view is the same view of the codes
             result = func(first._codes, *args[1:], **kwargs)
-            with torch.inference_mode(first.is_inference()):  # a view of a normal tensor is one in inference mode too
+            with torch.inference_mode(first.is_inference()):  # views of normal tensors stay normal
                 return pytree.tree_map_only(torch.Tensor, lambda t: cls(t, first._state), result)
-        twin = _twin(first, func, args[1:], kwargs) if isinstance(first, cls) else None
-        if twin is not None:
-            return twin
+        result = _fp8_result(first, func, args[1:], kwargs) if isinstance(first, cls) else None
+        if result is not None:
+            return result
         args, kwargs = pytree.tree_map_only(cls, lambda w: w.dequantize(), (args, kwargs))
         return func(*args, **kwargs)
 
@@ -285,7 +303,7 @@ class PrimaryFloat8Weight(torch.Tensor):
 
 
 def primary_of(tensor: object) -> PrimaryFloat8Weight | None:
-    """Return the local primary weight of a parameter or DTensor, else None."""
+    """Return the local FP8 weight of a parameter or DTensor, else None."""
     local = local_of(tensor)
     return local if isinstance(local, PrimaryFloat8Weight) else None
 
@@ -297,7 +315,15 @@ def _is_codes(source: object) -> bool:
 
 
 def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFloat8Weight:
-    """Copy codes, and scales and unrounded values from another FP8 weight."""
+    """Copy codes, or the state of another FP8 weight, to a weight.
+
+    Args:
+        target: The weight.
+        source: uint8 or float8 codes, whose scales must be written next, or another FP8 weight.
+
+    Raises:
+        Fp8Error: If the codes have a float8 dtype.
+    """
     stored = target._state
     if not isinstance(source, PrimaryFloat8Weight):
         if source.dtype != torch.uint8:
@@ -305,7 +331,7 @@ def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFlo
                 f"FP8 weights take codes as uint8, got {source.dtype}: view them as bytes (codes.view(torch.uint8)), "
                 "and give the scales that belong to them too."
             )
-        stored.displace()
+        stored.save_previous_state()
         target._codes.copy_(source.squeeze(1) if source.ndim == target.ndim + 1 else source)
         stored.mark_scales_pending()
         return target
@@ -323,51 +349,49 @@ def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFlo
         rows_alone and (fresh or (target.is_whole and source.shape == target.shape))
     ):
         return _write(aten.copy_.default, (target, source.dequantize()), {}, [target])
-    stored.take(other, row)
+    stored.copy_rows(other, row)
     return target
 
 
 def _broadcast(func: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """Broadcast codes, scales and history of whole weights.
+    """Broadcast codes, scales and history of a whole weight.
 
-    Layer-wise optimizers call it after a step.
-
-    A master of a rank that receives another weight starts again from it.
+    Layer-wise optimizers call it after a step. On ranks whose weight changes, the master restarts from its new values.
     """
     state = args[0][0].state
     tensors = [state.codes, state.scale, *([] if state.history is None else [state.history])]
-    before = state.around(state.codes.clone())
+    before = state.with_codes(state.codes.clone())
     for tensor in tensors[:-1]:
         func([tensor], *args[1:], **kwargs)[1].wait()
     done = func(tensors[-1:], *args[1:], **kwargs)[1]
     done.wait()
     state.mark_consistent()
     if not before.holds_codes_of(state):
-        state.start = state.displaced = None
+        state.unrounded = state.previous_state = None
         state.follow_codes()
     return args[0], done
 
 
-def _twin(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -> PrimaryFloat8Weight | None:
-    """Return the FP8 result of an operator, None for plain results."""
+def _fp8_result(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -> PrimaryFloat8Weight | None:
+    """Return the result of an operator that keeps FP8, None for others."""
     state, options = weight._state, {name: value for name, value in kwargs.items() if name != "dtype"}
     if kwargs.get("dtype") not in (None, weight.dtype):
         return None
     if func is aten.new_zeros.default and torch.Size(rest[0])[1:] == state.full_shape[1:]:
-        # FSDP2 makes the padded tensor for its shard so; it copies nothing to one without rows. The scales stay the
-        # tensors that the layer shows as buffers.
+        # FSDP2 creates the padded tensor of its shard in this way, and copies rows to it later, if there are any. The
+        # scales stay the same tensors, because they are buffers of the layer.
         state.follow_loads()
         codes = func(weight._codes, rest[0], *rest[1:], **options)
-        start = None if state.start is None else state.start[:0]
+        unrounded = None if state.unrounded is None else state.unrounded[:0]
         shard = dataclasses.replace(
             state,
             codes=codes,
             part=dataclasses.replace(state.part, first_row=state.full_shape[0]),
-            start=start,
-            pending=state.pending or "check",
+            unrounded=unrounded,
+            gather_requires=state.gather_requires or "check",
             master=state.master if state.sharded else None,
-            displaced=None,
-            settled=None,
+            previous_state=None,
+            last_consistent=None,
         )
         if state.loading:
             shard.mark_scales_pending()
@@ -376,20 +400,20 @@ def _twin(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -> 
         return None
     changes: dict[str, Any] = {}
     if func is aten.empty_like.default:
-        changes = {"start": None, "pending": None}
-    fresh = state.around(func(state.codes, *rest, **options), **changes)
+        changes = {"unrounded": None, "gather_requires": None}
+    fresh = state.with_codes(func(state.codes, *rest, **options), **changes)
     return PrimaryFloat8Weight(weight.view_of(fresh.codes), fresh)
 
 
 def _write(func: Any, args: tuple, kwargs: dict, written: list[PrimaryFloat8Weight]) -> Any:
-    """Run an operator on values of written weights, then quantize again."""
-    # by state and not by tensor: two views of one storage in one operator (foreach) have to see each other's writes
+    """Run an operator that writes to weights on values; quantize the results."""
+    # one buffer of values for each storage: several views of it in one operator (foreach) must see each other's writes
     states = {id(weight._state): weight._state for weight in written}
     if any(state.codes.is_meta for state in states.values()):
         return args[0]
     replaces = func.overloadpacket in _OVERWRITES or torch.Tag.nondeterministic_seeded in func.tags
     if not replaces:
-        _warn_of_rounding(func, list(states.values()))
+        _warn_if_codes_only(func, list(states.values()))
     values = {key: _values_to_change(state, replaces) for key, state in states.items()}
 
     def plain(weight: PrimaryFloat8Weight) -> torch.Tensor:
@@ -400,30 +424,30 @@ def _write(func: Any, args: tuple, kwargs: dict, written: list[PrimaryFloat8Weig
     result = func(*plain_args, **plain_kwargs)
     for key, state in states.items():
         state.write(values[key][: state.rows], replaces=replaces)
-    # in-place operators return the very tensor that they were called on
+    # in-place operators return their first argument
     return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], PrimaryFloat8Weight) else result
 
 
 def _values_to_change(state: WeightState, replaces: bool) -> torch.Tensor:
-    """Return the values before a write, in storage shape, zero-padded."""
+    """Return the values before a write, zero-padded to the storage's shape."""
     best = state.values(state.dtype) if state.problem is not None else state.best_values()
-    # Neither values of a weight that stands for more bits now (`.float()`) nor masters are rounded to its dtype.
-    known = state.start is not None or not (replaces or state.live_master is None)
+    # Unrounded values and masters may have more bits than the dtype of the weight; these bits are kept.
+    known = state.unrounded is not None or not (replaces or state.live_master is None)
     dtype = torch.promote_types(best.dtype, state.dtype) if known else state.dtype
     whole = torch.zeros(state.codes.shape, dtype=dtype, device=state.device)
     whole[: state.rows] = best
     return whole
 
 
-def _warn_of_rounding(func: Any, states: list[WeightState]) -> None:
-    """Warn of operators that accumulate in rounded values, such as averages."""
-    if any(state.start is None and state.live_master is None for state in states):
-        tell_of_rounding(func.overloadpacket.__name__)
+def _warn_if_codes_only(func: Any, states: list[WeightState]) -> None:
+    """Warn if an operator changes a weight with codes alone."""
+    if any(state.unrounded is None and state.live_master is None for state in states):
+        warn_of_rounding(func.overloadpacket.__name__)
 
 
 @functools.cache
-def tell_of_rounding(name: str) -> None:
-    """Warn, once for each operator."""
+def warn_of_rounding(name: str) -> None:
+    """Warn, once for each operator, that each change is rounded."""
     logger.warning(
         "%s changed an FP8 weight of which codes alone are known: each such change is rounded to 8 bits, and small "
         "ones are lost. Train with MasterOptimizer(AdamW, model.parameters(), ...).",
@@ -432,11 +456,12 @@ def tell_of_rounding(name: str) -> None:
 
 
 def _rebuild(part: tuple, fields: dict[str, Any], codes: torch.Tensor, trained: bool | None) -> torch.Tensor:
+    """Rebuild a pickled weight, a parameter unless `trained` is None."""
     cast, dtype, full_shape, first_row = part
     grid = ScaleGrid(CastRecipe.from_dict(cast))
-    own = Part(grid=grid, dtype=dtype, full_shape=full_shape, first_row=first_row)
-    pending = None if first_row is None else "check"
-    weight = PrimaryFloat8Weight(codes, WeightState(part=own, pending=pending, **fields))
+    identity = Part(grid=grid, dtype=dtype, full_shape=full_shape, first_row=first_row)
+    requirement = None if first_row is None else "check"
+    weight = PrimaryFloat8Weight(codes, WeightState(part=identity, gather_requires=requirement, **fields))
     return weight if trained is None else nn.Parameter(weight, requires_grad=trained)
 
 
