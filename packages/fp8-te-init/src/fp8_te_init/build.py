@@ -187,6 +187,8 @@ def convert_linear(
         raise Fp8Error(
             f"No nn.Linear layer to convert.{_skipped_layers(skipped)} Check module_filter_fn and the model."
         )
+    for name in configurations:  # before the first layer is changed
+        _check_weight(name, model.get_submodule(name).weight)  # pyrefly: ignore[bad-argument-type]
     # By id of the plain weight, so that layers that share a weight share the FP8 weight. An id cannot be reused,
     # because a layer holds its plain weight until the weight is looked up here.
     converted = dict[int, nn.Parameter]()
@@ -194,7 +196,6 @@ def convert_linear(
     for name, layer_config in configurations.items():
         layer: Any = model.get_submodule(name)
         plain = layer.weight
-        _check_weight(name, plain)
         if id(plain) not in converted:
             converted[id(plain)] = new_weight(plain, layer_config, options)
             if not plain.is_meta:  # otherwise `reset_parameters` initializes it after `to_empty`

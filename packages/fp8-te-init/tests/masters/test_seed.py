@@ -281,6 +281,37 @@ def test_a_model_is_copied_together_with_its_optimizer(how):
     assert equal(masters(other, copied), masters(net, optimizer))
 
 
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("change", ["set_master", "master_of"])
+def test_a_copy_keeps_masters_that_wait_to_be_written_back(how, change):
+    net = nn.Linear(16, 16, dtype=torch.bfloat16)
+    optimizer = fti.MasterOptimizer(torch.optim.SGD, net.parameters(), lr=0.1)
+    values = torch.randn(16, 16)
+    if change == "set_master":
+        optimizer.set_master(net.weight, values)
+    else:
+        with torch.no_grad():
+            optimizer.master_of(net.weight).copy_(values)
+    other, copied = COPIES[how]((net, optimizer))
+    assert torch.equal(copied.master_of(other.weight), values)
+    copied.write_back()
+    assert torch.equal(other.weight, values.bfloat16())
+
+
+def test_a_copy_keeps_loaded_masters_waiting_for_their_model():
+    net = built()
+    optimizer = masters_for(net, torch.optim.AdamW)
+    step(net, optimizer)
+    saved, model = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict())
+    step(net, optimizer)
+    optimizer.load_state_dict(saved)
+    other, copied = copy.deepcopy((net, optimizer))
+    for pair in ((net, optimizer), (other, copied)):
+        pair[0].load_state_dict(model)
+    assert step(other, copied) == step(net, optimizer)
+    assert equal(masters(other, copied), masters(net, optimizer))
+
+
 # ---------------------------------------------------------------- leaving FP8
 
 

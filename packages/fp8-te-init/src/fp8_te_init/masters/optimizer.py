@@ -117,16 +117,25 @@ class MasterOptimizer(Optimizer):
             "_round_through_dtype",
             "_published",
         )
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in attributes}}
+        state = {**super().__getstate__(), **{name: self.__dict__[name] for name in attributes}}
+        # copies of masters have other versions: -1 marks those that wait for `write_back`
+        versions = {parameter: version_of(local_of(master)) for parameter, master in self._masters.items()}
+        state["_agreed"] = {
+            parameter: (known, version if version == versions[parameter] else -1)
+            for parameter, (known, version) in self._agreed.items()
+        }
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, and register its masters with the copied weights."""
         super().__setstate__(state)
         for parameter, master in self._masters.items():
             register_master(parameter, master, rounds=self._round_through_dtype)
-            # -1: the next access compares a weight of TransformerEngine with its master
-            known = -1 if self._is_te(parameter) else self._write_version(parameter)
-            self._agreed[parameter] = (known, version_of(local_of(master)))
+            known, version = self._agreed[parameter]
+            if known is not None:
+                # -1: the next access compares a weight of TransformerEngine with its master
+                known = -1 if self._is_te(parameter) else self._write_version(parameter)
+            self._agreed[parameter] = (known, -1 if version == -1 else version_of(local_of(master)))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; FP8 and low-precision parameters get masters."""
