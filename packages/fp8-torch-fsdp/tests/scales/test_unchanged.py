@@ -141,6 +141,6 @@ def test_windows_nest_and_a_step_of_another_model_passes():
     with f8.weights_unchanged(model):
         with f8.weights_unchanged(model[0]):
             loss_of(other, batch(0, 0, (8, 24))).backward()
-        assert model[0].fp8["weight"].weight.stands
+        assert model[0].fp8["weight"].weight.declared_unchanged
         optimizer.step()
-    assert not model[0].fp8["weight"].weight.stands
+    assert not model[0].fp8["weight"].weight.declared_unchanged

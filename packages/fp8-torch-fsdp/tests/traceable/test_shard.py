@@ -91,7 +91,7 @@ def test_trains_alike(rank, full, name):
 def test_tied_weights_share_shard_and_scale(rank):
     models = [place(low(make=Tied), mesh=mesh_of()) for place in (f8.fully_shard_traceable, fully_shard)]
     assert models[0].a._parameters["weight"] is models[0].b._parameters["weight"]
-    assert models[0].a.distribution.weight is models[0].b.distribution.weight
+    assert models[0].a.fp8_strategy.weight is models[0].b.fp8_strategy.weight
     for model in models:
         loss_of(model, tokens(rank)).backward()
     for own, wanted in zip(*(model.parameters() for model in models), strict=True):

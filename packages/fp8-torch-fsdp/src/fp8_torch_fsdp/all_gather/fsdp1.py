@@ -6,7 +6,7 @@ from fp8_common import Fp8Error
 from fp8_torch_fsdp._compat import is_of_fsdp1
 
 
-def refuse_fsdp1(weight: torch.Tensor) -> None:
+def raise_if_fsdp1(weight: torch.Tensor) -> None:
     """Raise on all ranks if FSDP1 holds a weight.
 
     Raises:

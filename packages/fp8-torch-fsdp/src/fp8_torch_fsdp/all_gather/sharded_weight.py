@@ -24,9 +24,9 @@ from fp8_common.torch.compat import (
 )
 from fp8_common.torch_layers.sharding.fsdp import unpad
 from fp8_common.torch_layers.sharding.gathered import finish_gather
-from fp8_torch_fsdp.all_gather.fsdp1 import refuse_fsdp1
+from fp8_torch_fsdp.all_gather.fsdp1 import raise_if_fsdp1
 from fp8_torch_fsdp.scales.sync import ScaleSync
-from fp8_torch_fsdp.scales.weight import Fp8Weight, Sent
+from fp8_torch_fsdp.scales.weight import Fp8Weight, CodeSnapshot
 
 aten = torch.ops.aten
 
@@ -73,7 +73,7 @@ class ShardedFloat8Weight(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        refuse_fsdp1(self)
+        raise_if_fsdp1(self)
         # torch swaps the memory of tensors without an operator, and a wrapper has no memory
         plain = value.plain if isinstance(value, ShardedFloat8Weight) else value
         is_plain = type(plain) in (torch.Tensor, nn.Parameter) and plain.dtype in _DTYPES
@@ -219,7 +219,7 @@ class ShardedFloat8Weight(torch.Tensor):
             return _wrapped(result, source.fp8_weight.another())
         return result
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], tuple[Fp8Weight, Sent]]:
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], tuple[Fp8Weight, CodeSnapshot]]:
         """Return this rank's uint8 codes, scales of MX, and metadata.
 
         The first gather of an FSDP root makes its `ScaleSync`. Whether a gather synchronizes depends on its place and
@@ -235,13 +235,13 @@ class ShardedFloat8Weight(torch.Tensor):
         if self.fp8_weight.sync is None:
             ScaleSync.at_first_gather(self.fp8_weight)
         weight = self.fp8_weight
-        sent: Sent = weight.sync.to_send(weight)
+        sent: CodeSnapshot = weight.sync.snapshot_to_gather(weight)
         return tuple(codes.to(weight.device, non_blocking=True) for codes in sent.codes), (weight, sent)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[torch.Tensor, ...],
-        known: tuple[Fp8Weight, Sent],
+        known: tuple[Fp8Weight, CodeSnapshot],
         param_dtype: torch.dtype,
         *,
         out: torch.Tensor | None = None,

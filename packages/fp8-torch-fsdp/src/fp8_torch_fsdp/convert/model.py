@@ -16,7 +16,7 @@ from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.config import Float8LinearConfig
 from fp8_torch_fsdp.convert import encoder_fast_path
 from fp8_torch_fsdp.convert.expert_layouts import CONV1D, ExpertLayout, is_conv1d, layout_of
-from fp8_torch_fsdp.convert.replace_parameter import refuse_replaced, replaced_by
+from fp8_torch_fsdp.convert.replace_parameter import raise_if_replaced, replaced_by
 from fp8_torch_fsdp.convert.report import report_with
 from fp8_torch_fsdp.convert.roles import NO_EXPERTS, Roles, roles_of, users_of_parameters
 from fp8_torch_fsdp.convert.select import ModuleSelection, select, why_left
@@ -25,7 +25,7 @@ from fp8_torch_fsdp.layers.linear import LINEAR, Float8Linear
 from fp8_torch_fsdp.layers.module import Float8Module, scale_name, to_fp8, to_original
 from fp8_torch_fsdp.scales.delayed import delayed_scales
 from fp8_torch_fsdp.scales.model_hooks import forget_sync, synchronize_before_forward
-from fp8_torch_fsdp.tensor_parallel.placed import distribution_of
+from fp8_torch_fsdp.tensor_parallel.placed import strategy_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +73,14 @@ def convert_to_float8_training(
             filter does not exclude, a weight that an earlier call has replaced elsewhere, experts that differ from
             their layout, a model without anything to convert, or Accelerate with `mixed_precision="fp8"`.
     """
-    _refuse_arguments(misplaced, unknown)
-    _refuse_fp8_of_accelerate()
+    _check_arguments(misplaced, unknown)
+    _check_accelerate_precision()
     config = _choose(config, recipe)
     roles = roles_of(model, experts)
     wide = roles.reasons(routers=routers, heads=heads)
     selected, left = select(model, module_filter_fn, config, experts, wide)
     if not selected:
-        _refuse_unless_converted(model, config, roles, left)
+        _raise_unless_converted(model, config, roles, left)
         return model
     if any(shard.module in selected for shard in shards(model)):
         raise Fp8Error(
@@ -91,7 +91,7 @@ def convert_to_float8_training(
     if config.all_gather:
         for name, parameter in model.named_parameters():
             if users[id(parameter)][0][0] in selected:
-                refuse_replaced(parameter, name)
+                raise_if_replaced(parameter, name)
     for module, layer_config in selected.items():
         _convert(module, layer_config, experts)
     if config.all_gather:
@@ -122,7 +122,7 @@ def unconvert(model: nn.Module) -> nn.Module:
         raise Fp8Error("Cannot unconvert a sharded model. Load its state dict into an unconverted one instead.")
     for module in converted:
         for name in module.fp8:
-            refuse_replaced(module._parameters[name], name)
+            raise_if_replaced(module._parameters[name], name)
     plain: dict[int, tuple[Any, nn.Parameter]] = {}
     forget_sync(model)
     for module in converted:
@@ -139,7 +139,7 @@ def unconvert(model: nn.Module) -> nn.Module:
     return model
 
 
-def _refuse_unless_converted(
+def _raise_unless_converted(
     model: nn.Module, config: Float8LinearConfig, roles: Roles, left: Mapping[str, str]
 ) -> None:
     """Raise if nothing can be converted, unless the model already is.
@@ -158,7 +158,7 @@ def _refuse_unless_converted(
     )
 
 
-def _refuse_arguments(misplaced: tuple, unknown: Mapping[str, Any]) -> None:
+def _check_arguments(misplaced: tuple, unknown: Mapping[str, Any]) -> None:
     """Validate that arguments are named and exist."""
     if misplaced:
         raise Fp8Error(
@@ -179,7 +179,7 @@ def _refuse_arguments(misplaced: tuple, unknown: Mapping[str, Any]) -> None:
         raise Fp8Error(f"convert_to_float8_training has no argument {name!r}. {advice}")
 
 
-def _refuse_fp8_of_accelerate() -> None:
+def _check_accelerate_precision() -> None:
     """Raise if Accelerate's `prepare` would silently replace the FP8 layers."""
     state: Any = sys.modules.get("accelerate.state")
     if state is None:
@@ -221,7 +221,7 @@ def _convert(module: Any, config: Float8LinearConfig, experts: Mapping[type, Exp
         to_fp8(module, Float8Linear, LINEAR, config)
         layer: Any = module
         if isinstance(layer.weight, DTensor):
-            layer.distribute(distribution_of(layer.weight, has_bias=layer.bias is not None))
+            layer.distribute(strategy_of(layer.weight, has_bias=layer.bias is not None))
     elif is_conv1d(module):
         to_fp8(module, Float8Module, CONV1D, config)
     elif (layout := layout_of(module, experts)) is not None:

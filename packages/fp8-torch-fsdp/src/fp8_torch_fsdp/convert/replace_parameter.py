@@ -32,7 +32,7 @@ def replaced_by(parameter: torch.Tensor, data: torch.Tensor, call: str) -> nn.Pa
     return new
 
 
-def refuse_replaced(parameter: torch.Tensor | None, name: str) -> None:
+def raise_if_replaced(parameter: torch.Tensor | None, name: str) -> None:
     """Raise if another module's weight was replaced, which would break the tie.
 
     Args:

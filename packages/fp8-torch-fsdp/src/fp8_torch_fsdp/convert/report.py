@@ -215,7 +215,7 @@ def report_with(roles: Roles, model: nn.Module, reference_dtype: torch.dtype = t
         rows.append(row)
     syncs = syncs_of(model)
     casts = sum(weight.casts for sync in syncs for weight in sync.weights)
-    traceable = any(isinstance(getattr(each, "distribution", None), TraceableShards) for each in model.modules())
+    traceable = any(isinstance(getattr(each, "fp8_strategy", None), TraceableShards) for each in model.modules())
     return Float8Report(
         weights=tuple(rows),
         casts=casts,
@@ -249,7 +249,7 @@ def _gathered_weight(local: torch.Tensor, user: nn.Module | None) -> Fp8Weight |
     """
     if isinstance(local, ShardedFloat8Weight):
         return local.fp8_weight
-    distribution = getattr(user, "distribution", None)
+    distribution = getattr(user, "fp8_strategy", None)
     return distribution.weight if isinstance(distribution, TraceableShards) and distribution.in_fp8 else None
 
 

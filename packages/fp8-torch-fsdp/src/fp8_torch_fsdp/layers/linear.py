@@ -44,13 +44,13 @@ class Float8Linear(Float8Module, nn.Linear):
         Raises:
             Fp8Error: The last dimension is not `in_features`, or the weight is distributed in an unknown way.
         """
-        return self.distribution.forward(self, input)
+        return self.fp8_strategy.forward(self, input)
 
     def extra_repr(self) -> str:
         """Describe the differences from `nn.Linear`."""
         local = local_of(self.weight)
         # under `fully_shard_traceable` the weight is plain and the codes are the distribution's
-        codes = isinstance(local, ShardedFloat8Weight | GatheredWeight) or getattr(self.distribution, "in_fp8", False)
+        codes = isinstance(local, ShardedFloat8Weight | GatheredWeight) or getattr(self.fp8_strategy, "in_fp8", False)
         gathered = "fp8" if codes and self.config.all_gather else "high precision"
         cast = self.config.weight
         base = nn.Linear.extra_repr(self)

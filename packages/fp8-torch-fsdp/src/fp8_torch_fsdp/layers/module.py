@@ -24,7 +24,7 @@ from fp8_common.torch_layers.linear.function import Gather, LinearSpec, fp8_line
 from fp8_common.torch_layers.linear.plan import Decided
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight, quantized
 from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
-from fp8_torch_fsdp.all_gather.fsdp1 import refuse_fsdp1
+from fp8_torch_fsdp.all_gather.fsdp1 import raise_if_fsdp1
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.all_gather.state_dict import forget_state_dict_hooks, keep_state_dicts_plain
 from fp8_torch_fsdp.config import Float8LinearConfig
@@ -78,7 +78,7 @@ class ParallelStrategy:
         return self
 
 
-WHOLE = ParallelStrategy()
+DEFAULT_STRATEGY = ParallelStrategy()
 """The distribution of modules that have their whole parameters when they compute; it has no state."""
 
 
@@ -161,7 +161,7 @@ class WeightMatmul:
             operand = quantized(weight)
         else:
             plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight
-            if self.weight.stands and not torch.compiler.is_compiling():
+            if self.weight.declared_unchanged and not torch.compiler.is_compiling():
                 operand = self._held(weight, plain, record)
             else:
                 operand = self._quantized(plain, record, both)
@@ -268,15 +268,15 @@ class Float8Module(nn.Module):
             # Compilers keep casts that they generate if that pays. They would repeat launches in the backward.
             cast = self.fp8_config.weight
             launched = cast.scaling != "static"
-            return launched and not isinstance(weight, GatheredWeight) and self.distribution.gather is None
+            return launched and not isinstance(weight, GatheredWeight) and self.fp8_strategy.gather is None
         if self.fp8_config.all_gather or self.fp8[name].scales:
-            refuse_fsdp1(weight)
+            raise_if_fsdp1(weight)
         # Such a weight is available without a gather, so its codes are never freed.
         return isinstance(weight, ShardedFloat8Weight)
 
     def distribute(self, distribution: ParallelStrategy) -> None:
         """Set the communication strategy of the module."""
-        self.distribution = distribution
+        self.fp8_strategy = distribution
         for matmul in self.fp8.values():
             matmul.distribute(distribution)
 
@@ -287,7 +287,7 @@ class Float8Module(nn.Module):
         return f"{', '.join(self.fp8)}, fp8={cast.scaling} {cast.granularity} {cast.format}{each}"
 
 
-_ADDED = ("fp8", "fp8_config", "fp8_layout", "distribution")
+_ADDED = ("fp8", "fp8_config", "fp8_layout", "fp8_strategy")
 """Attributes that a converted module adds, besides delayed scales."""
 
 
@@ -324,7 +324,7 @@ def to_fp8(module: Any, cls: type[Float8Module], layout: WeightLayout, config: F
             if state is not None:
                 scales[operand] = state
         module.fp8[name] = WeightMatmul(config, layout, scales, type(module).__name__)
-    module.distribute(WHOLE)
+    module.distribute(DEFAULT_STRATEGY)
     keep_state_dicts_plain(module)
 
 

@@ -75,7 +75,7 @@ class DelayedScale(nn.Module):
             raise Fp8Error(f"Delayed scaling needs a policy with history >= 1, got {cast.policy.history}.")
         self.cast, self.initial, self.shape = cast, initial, () if count is None else (count,)
         self.must_fit = weight and initial == "dynamic"
-        self.sync, self.settled, self.lacks_state = None, False, False
+        self.sync, self.ready_on_host, self.lacks_state = None, False, False
         # dtypes are given: torch.set_default_dtype must not decide about scales
         for name, dtype in zip(BUFFERS, _DTYPES, strict=True):
             shape = (*self.shape, cast.policy.history) if name == "history" else self.shape
@@ -91,7 +91,7 @@ class DelayedScale(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Forget everything."""
-        self.settled = False
+        self.ready_on_host = False
         for name, value in zip(BUFFERS, (1, 0, self.initial != "dynamic", UNOBSERVED, False), strict=True):
             getattr(self, name).fill_(value)
 
@@ -135,7 +135,7 @@ class DelayedScale(nn.Module):
         if self.initial != "dynamic":
             return True
         # Compiled code must not depend on host state from the first steps: it would be compiled again.
-        return not torch.compiler.is_compiling() and self.settled and not self.must_fit
+        return not torch.compiler.is_compiling() and self.ready_on_host and not self.must_fit
 
     def usable(self, dynamic: torch.Tensor) -> torch.Tensor:
         """Return whether `scale` is used where amax would give `dynamic`.
@@ -186,7 +186,7 @@ class DelayedScale(nn.Module):
         They are written with `record` only.
         """
         buffers: Any = self._buffers  # attributes of modules cost the host a function each
-        known = self.initial != "dynamic" or (self.settled and not self.must_fit)
+        known = self.initial != "dynamic" or (self.ready_on_host and not self.must_fit)
         given = (
             {"scale_ptr": buffers["scale"]}
             if known
@@ -235,11 +235,11 @@ def settle(scales: Sequence[DelayedScale]) -> bool:
     """
     flags = iter(stacked(scales, "ready").tolist())
     for scale in scales:
-        scale.settled = all(list(itertools.islice(flags, scale.count)))
-    return all(scale.settled for scale in scales)
+        scale.ready_on_host = all(list(itertools.islice(flags, scale.count)))
+    return all(scale.ready_on_host for scale in scales)
 
 
-def tell_of_new_windows(scales: Sequence[DelayedScale]) -> None:
+def warn_about_missing_state(scales: Sequence[DelayedScale]) -> None:
     """Log once per load that delayed-scaling state is missing."""
     lacking = [scale for scale in scales if scale.lacks_state]
     for scale in lacking:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fp8_common.torch_layers.sharding import fsdp_forwards as fsdp
-from fp8_torch_fsdp.scales.weight import Fp8Weight, Sent
+from fp8_torch_fsdp.scales.weight import Fp8Weight, CodeSnapshot
 
 
 class Forward:
@@ -27,7 +27,7 @@ class Forward:
         first_node: Number of autograd's nodes from which on they are of this forward.
     """
 
-    def __init__(self, sent: dict[Fp8Weight, Sent], first_node: int) -> None:
+    def __init__(self, sent: dict[Fp8Weight, CodeSnapshot], first_node: int) -> None:
         self.sent, self.first_node = sent, first_node
 
 
@@ -141,7 +141,7 @@ class Forwards:
             elif weight.number != sent.number and (weight.shard.is_gathered or weight.shard.is_in_flight):
                 weight.shard.regather()
 
-    def sent_in_backward(self, weight: Fp8Weight) -> Any:
+    def snapshot_in_backward(self, weight: Fp8Weight) -> Any:
         """Return this rank's codes of a weight that a backward gathers."""
         forward = self.find()
         return weight.newest if forward is None else forward.sent.get(weight, weight.newest)

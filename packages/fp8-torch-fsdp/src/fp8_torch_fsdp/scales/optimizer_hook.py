@@ -40,7 +40,7 @@ def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
             sync.on_optimizer_step()
 
 
-def refuse_while_unchanged(model: nn.Module, *, opens: bool) -> None:
+def check_steps_while_unchanged(model: nn.Module, *, opens: bool) -> None:
     """Reject optimizer steps on a model with fixed weights.
 
     `opens` begins, else ends, the window.
@@ -49,7 +49,7 @@ def refuse_while_unchanged(model: nn.Module, *, opens: bool) -> None:
     _register_before()
 
 
-def refuse_gathered(root: nn.Module) -> None:
+def check_steps_of_gathered(root: nn.Module) -> None:
     """Reject steps of optimizers that hold gathered parameters."""
     _roots.add(root)
     _register_before()

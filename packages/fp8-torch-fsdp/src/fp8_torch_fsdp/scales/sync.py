@@ -28,10 +28,10 @@ from fp8_torch_fsdp.scales import delayed, optimizer_hook
 from fp8_torch_fsdp.scales.delayed import DelayedScale, delayed_scales
 from fp8_torch_fsdp.scales.forwards import Forwards
 from fp8_torch_fsdp.scales.replicas import group_of_replicas
-from fp8_torch_fsdp.scales.sync_group import SyncGroup, Tree, sorted_by_ranks
-from fp8_torch_fsdp.scales.weight import Fp8Weight, Sent, amax_bits, fill_scales, quantize
+from fp8_torch_fsdp.scales.sync_group import SyncGroup, ModelStructure, sorted_by_ranks
+from fp8_torch_fsdp.scales.weight import Fp8Weight, CodeSnapshot, amax_bits, fill_scales, quantize
 
-SETTLES_AFTER = 8
+MAX_READY_READS = 8
 """Maximum number of steps in which the host reads whether delayed scales are ready."""
 
 
@@ -60,9 +60,12 @@ class ScaleSync:
         self._root = weakref.ref(root)
         self.groups, self.reductions = list(groups), 0
         self.replicas: dist.ProcessGroup | None = None
-        self.tree, self._parameter_ids = Tree(), set[int]()  # as optimizers hold them; if delayed scales exist
+        self.tree, self._parameter_ids = (
+            ModelStructure(),
+            set[int](),
+        )  # as optimizers hold them; if delayed scales exist
         self.weights = [weight for group in self.groups for weight in group.weights]
-        self.sharded, self._held, self._looks_left = sharded, list(held), SETTLES_AFTER
+        self.sharded, self._held, self._ready_reads_left = sharded, list(held), MAX_READY_READS
         self.forwards, self._weights_of = Forwards(self.weights), dict[tuple[nn.Module, ...], list[Fp8Weight]]()
         # whether a forward has begun and not returned, and the observations of delayed scales at its begin
         self._running, self._observed = False, list[tuple[list[DelayedScale], torch.Tensor]]()
@@ -112,7 +115,7 @@ class ScaleSync:
                     whole.replaced_by = "fully_shard"
                     watch_optimizers()
             self = cls(root, sorted_by_ranks(weights, delayed_scales(root), held), held, sharded=True)
-            optimizer_hook.refuse_gathered(root)
+            optimizer_hook.check_steps_of_gathered(root)
         with self._alone(root):
             self.begin(self.weights)
         self._running = fsdp.in_any_forward(root)
@@ -143,7 +146,7 @@ class ScaleSync:
         for group in self.groups:
             group.scales = [other for other in group.scales if other is not scale]
 
-    def to_send(self, weight: Fp8Weight) -> Sent:
+    def snapshot_to_gather(self, weight: Fp8Weight) -> CodeSnapshot:
         """Return this rank's codes of a weight that FSDP2 gathers.
 
         In a backward, the codes of its forward. In `unshard()`, outside of both, all ranks gather the same group, and
@@ -155,7 +158,7 @@ class ScaleSync:
         root: Any = self._root()
         sent: Any
         if in_backward():
-            sent = self.forwards.sent_in_backward(weight)
+            sent = self.forwards.snapshot_in_backward(weight)
         else:
             if not fsdp.in_any_forward(root):
                 shard: Any = weight.shard
@@ -204,7 +207,7 @@ class ScaleSync:
     def begin(self, weights: Sequence[Fp8Weight]) -> None:
         """Synchronize weights, and keep their codes for the forward's backward."""
         # While FSDP2 keeps weights gathered through the backward, they are not read until resharded.
-        stale = [weight for weight in weights if not (weight.is_kept or (weight.stands and weight.is_cast))]
+        stale = [weight for weight in weights if not (weight.is_kept or (weight.declared_unchanged and weight.is_cast))]
         self.synchronize(only=stale)
         self.forwards.begin(weights)
 
@@ -296,24 +299,24 @@ class ScaleSync:
         """
         self.forwards.current = None  # codes that no backward waits for are freed before others are made
         for weight in self.weights if only is None else only:
-            weight.look()  # loads and `to_empty` replace the tensors of weights
+            weight.refresh_part()  # loads and `to_empty` replace the tensors of weights
         self._observed.clear()
         for own in self.groups:
             own.due = own.due or roll
             if own.scales:
-                delayed.tell_of_new_windows(own.scales)
+                delayed.warn_about_missing_state(own.scales)
         with torch.inference_mode(False):  # these results outlive this forward
             for own in self.groups:
                 weights = own.weights if only is None else [weight for weight in own.weights if weight in only]
                 # weights that stand leave the delayed scales of their layers to be combined
-                stands = own.scales and any(weight.stands for weight in own.weights)
+                stands = own.scales and any(weight.declared_unchanged for weight in own.weights)
                 if only is None or weights or stands or not own.weights:
                     self._agree(own, weights, group or own.ranks or (self.replicas if own.due else None))
 
     def _agree(self, own: SyncGroup, weights: list[Fp8Weight], ranks: dist.ProcessGroup | None) -> None:
         parts = amax_bits(weights)
         for weight, bits in zip(weights, parts, strict=True):
-            weight.own_bits, weight.newest = bits, None
+            weight.local_bits, weight.newest = bits, None
         if own.scales:
             observed = delayed.stacked(own.scales, "observed")
             parts = [*parts, observed, torch.full((1,), int(own.due), dtype=torch.int32, device=observed.device)]
@@ -335,8 +338,8 @@ class ScaleSync:
         From then on, one pass casts and observes.
         """
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if own.due and self._looks_left and not capturing:
-            self._looks_left = 0 if delayed.settle(self.scales) else self._looks_left - 1
+        if own.due and self._ready_reads_left and not capturing:
+            self._ready_reads_left = 0 if delayed.read_ready(self.scales) else self._ready_reads_left - 1
         own.due = False
 
     def _collect_parameters(self, root: nn.Module) -> None:

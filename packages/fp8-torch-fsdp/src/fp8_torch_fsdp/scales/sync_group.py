@@ -1,4 +1,4 @@
-"""`SyncGroup`: weights of one all-reduce; `Tree`: detects changes of a model."""
+"""`SyncGroup`: weights of one all-reduce; `ModelStructure`: detects changes of a model."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ class SyncGroup:
     due: bool = False
 
 
-class Tree:
+class ModelStructure:
     """Modules and parameters of a model at the last look.
 
     A look costs a model of any size a few microseconds: it compares numbers of objects and keeps none alive.

@@ -36,18 +36,18 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
         Fp8Error: An optimizer of these weights steps inside.
         Fp8StaleError: A sharded weight was changed inside, in the next forward.
     """
-    opened = [weight for weight in _weights(model) if not weight.stands]
+    opened = [weight for weight in _weights(model) if not weight.declared_unchanged]
     for weight in opened:
-        weight.stands, weight.newest = True, None  # earlier codes may be of other values
+        weight.declared_unchanged, weight.newest = True, None  # earlier codes may be of other values
     if opened:
-        optimizer_hook.refuse_while_unchanged(model, opens=True)
+        optimizer_hook.check_steps_while_unchanged(model, opens=True)
     try:
         yield
     finally:
         for weight in opened:
-            weight.stands, weight.held = False, None
+            weight.declared_unchanged, weight.held = False, None
         if opened:
-            optimizer_hook.refuse_while_unchanged(model, opens=False)
+            optimizer_hook.check_steps_while_unchanged(model, opens=False)
 
 
 def _weights(model: nn.Module) -> list[Fp8Weight]:

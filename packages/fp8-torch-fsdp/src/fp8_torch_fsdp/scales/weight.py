@@ -51,7 +51,7 @@ class Fp8Weight:
         part: The plain part that this rank holds, as of the last look.
         scale: float32 scales into FP8 of the whole weight that the ranks agreed on last; empty of MX.
         scale_inv: The same back from FP8.
-        own_bits: int32 [k], the amax bits of this rank's part at that time.
+        local_bits: int32 [k], the amax bits of this rank's part at that time.
         bits: int32 [k], of the whole weight.
         newest: This rank's codes with the last agreed scales; None before.
         number: Number of the codes that FSDP2 holds gathered or gathers now.
@@ -68,7 +68,7 @@ class Fp8Weight:
     part: torch.Tensor
     scale: torch.Tensor
     scale_inv: torch.Tensor
-    own_bits: torch.Tensor
+    local_bits: torch.Tensor
     bits: torch.Tensor
     _read: Callable[[], torch.Tensor]
 
@@ -80,10 +80,10 @@ class Fp8Weight:
         self.is_static = grid.cast.static_scale is not None or grid.is_mx
         self.writes = 0
         self.replaced_by: str | None = None
-        self.stands = False
+        self.declared_unchanged = False
         self.held: tuple[object, Quantized, torch.Tensor] | None = None
         self.sync: Any = None
-        self.newest: Sent | None = None
+        self.newest: CodeSnapshot | None = None
         self.number, self.mark = 0, torch.tensor(0)
         self.writes_cast = self.casts = 0
 
@@ -147,7 +147,7 @@ class Fp8Weight:
         self.name, self._read, self.region, self.padded_shape, self.device = name, read, region, padded_shape, device
         self.shard, self.part = shard, read()
         self.scale, self.scale_inv = self._first_scales()
-        self.own_bits = self.bits = torch.zeros(0, dtype=torch.int32, device=device)
+        self.local_bits = self.bits = torch.zeros(0, dtype=torch.int32, device=device)
         self.newest = None
         return self
 
@@ -192,12 +192,12 @@ class Fp8Weight:
             )
         return True
 
-    def take(self, sent: "Sent") -> None:
-        """Restore scales and `own_bits` of another forward.
+    def take(self, sent: "CodeSnapshot") -> None:
+        """Restore scales and `local_bits` of another forward.
 
         Compiled graphs read them.
         """
-        self.scale, self.scale_inv, self.own_bits = sent.scale, sent.scale_inv, sent.own_bits
+        self.scale, self.scale_inv, self.local_bits = sent.scale, sent.scale_inv, sent.local_bits
 
     def _first_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the recipe's constant scales, or 1 until ranks agree."""
@@ -235,16 +235,16 @@ class Fp8Weight:
             Fp8StaleError: It has outgrown them.
         """
         # Bits of floats that are not negative compare like the floats. A smaller amax is no error: the scale holds it.
-        self.look()
+        self.refresh_part()
         if not self.is_static and (self.amax_bits() > self.bits).any():
             raise Fp8StaleError(
                 f"{self.name} was changed inside of the forward of its FSDP root and has outgrown the scale that the "
                 "ranks agreed on before. Change weights before the forward of the root."
             )
-        self.newest = Sent(self, next_number(), self.quantized(self.part))
+        self.newest = CodeSnapshot(self, next_number(), self.quantized(self.part))
 
 
-class Sent:
+class CodeSnapshot:
     """One rank's codes of a weight in one forward, with scales.
 
     Args:
@@ -253,11 +253,11 @@ class Sent:
         codes: uint8, codes of `padded_shape`, and of MX their scales, where the part is; none in compiled graphs.
     """
 
-    __slots__ = ("codes", "mark", "number", "own_bits", "scale", "scale_inv")
+    __slots__ = ("codes", "mark", "number", "local_bits", "scale", "scale_inv")
 
     def __init__(self, weight: Fp8Weight, number: tuple[int, torch.Tensor], codes: tuple[torch.Tensor, ...]) -> None:
         (self.number, self.mark), self.codes = number, codes
-        self.scale, self.scale_inv, self.own_bits = weight.scale, weight.scale_inv, weight.own_bits
+        self.scale, self.scale_inv, self.local_bits = weight.scale, weight.scale_inv, weight.local_bits
 
 
 _numbers = itertools.count(1)
@@ -327,7 +327,7 @@ def quantize(weights: Sequence[Fp8Weight]) -> None:
     number = next_number()
     for weight in weights:
         codes = () if weight.shard is None else codes_of.get(weight) or weight.quantized(weight.part)
-        weight.newest = Sent(weight, number, codes)
+        weight.newest = CodeSnapshot(weight, number, codes)
 
 
 def _one_scale(weight: Fp8Weight) -> bool:

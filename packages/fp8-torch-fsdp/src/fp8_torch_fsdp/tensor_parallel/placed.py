@@ -22,8 +22,8 @@ class ByWeight(ParallelStrategy):
     def forward(self, layer: Float8Linear, input: torch.Tensor) -> torch.Tensor:
         """Follow the placement of the weight from now on."""
         if isinstance(layer.weight, DTensor):
-            layer.distribute(distribution_of(layer.weight, has_bias=layer.bias is not None))
-            return layer.distribution.forward(layer, input)
+            layer.distribute(strategy_of(layer.weight, has_bias=layer.bias is not None))
+            return layer.fp8_strategy.forward(layer, input)
         return super().forward(layer, input)
 
 
@@ -41,7 +41,7 @@ class Copies(ParallelStrategy):
         return output if mesh is None else DTensor.from_local(output, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def distribution_of(weight: DTensor, *, has_bias: bool) -> ParallelStrategy:
+def strategy_of(weight: DTensor, *, has_bias: bool) -> ParallelStrategy:
     """Return how a layer works whose weight lies as `weight` does.
 
     Args:

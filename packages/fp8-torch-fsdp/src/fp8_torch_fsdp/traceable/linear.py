@@ -60,11 +60,11 @@ class TraceableShards(ParallelStrategy):
             return None, pad(weight, own.padded_shape[0]).contiguous()
         # The scales are read at each call: in a compiled graph it is an input, not a constant.
         scale, scale_inv = own.scale, own.scale_inv
-        if not own.own_bits.numel():  # a constant: nothing to compare
+        if not own.local_bits.numel():  # a constant: nothing to compare
             return scale_inv, pad_rows(grid.quantize_part(weight, scale, own.region), own.padded_shape)
         # The same amax on every rank is the same scale, so no change that matters escapes; the cast finds it in the
         # read that it needs anyway.
-        codes, stale = grid.quantize_and_compare(weight, scale, own.own_bits, own.region)
+        codes, stale = grid.quantize_and_compare(weight, scale, own.local_bits, own.region)
         scale_inv = nan_if_stale(
             scale_inv,
             stale,

@@ -45,7 +45,7 @@ def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -
     if mesh is None:
         device = next((p.device.type for p in model.parameters() if not p.is_meta), "cpu")
         mesh = init_device_mesh(device, (dist.get_world_size(),))
-    _refuse_unsuitable(model)
+    _check_model(model)
     place = Placement.of(mesh)
     # by the id of the original, which is kept so that no other parameter gets its id
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -90,7 +90,7 @@ def _placed(layer: Float8Linear, name: str, place: Placement) -> Fp8Weight:
     )
 
 
-def _refuse_unsuitable(model: nn.Module) -> None:
+def _check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear) and module.fp8_config.weight.granularity == "mx":
             raise Fp8Error(f"{name or 'The model'} computes in MX, for which there are gathers of fully_shard alone.")
