@@ -19,7 +19,7 @@ def running_ddp() -> DistributedDataParallel | None:
 
 
 def joins(ddp: DistributedDataParallel) -> bool:
-    """Return whether a DDP runs under `join()`, which allows uneven numbers of steps."""
+    """Return whether a DDP runs under `join()`, which allows uneven inputs."""
     return ddp._join_config.enable
 
 

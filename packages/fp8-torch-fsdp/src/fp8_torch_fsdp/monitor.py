@@ -92,7 +92,14 @@ class Float8Monitor(contextlib.AbstractContextManager):
 
     @torch.no_grad()
     def _record(self, layer: str, name: str, x: torch.Tensor, operand: Quantized) -> None:
-        """Add the cast of `x` to `operand`, and with an input its layer's plain weight."""
+        """Record a cast of a layer, and with inputs its weight, too.
+
+        Args:
+            layer: Name of the layer.
+            name: Name of the operand.
+            x: Values before the cast.
+            operand: Result of the cast.
+        """
         self._add(layer, name, x, operand)
         matmul, weight = self._layers[layer].fp8["weight"], self._layers[layer].weight
         plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight

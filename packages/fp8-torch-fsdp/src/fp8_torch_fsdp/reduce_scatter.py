@@ -127,7 +127,7 @@ class Float8ReduceScatter:
         output_tensor.copy_(join(*sums, sizes, coded).view_as(output_tensor))
 
     def _parts(self, length: int) -> tuple[list[int], list[bool]]:
-        """Return sizes of the gradients in a row, and whether each is compressed.
+        """Return the sizes of the gradients in a row, and compression flags.
 
         `length` is the number of elements of a row.
         """

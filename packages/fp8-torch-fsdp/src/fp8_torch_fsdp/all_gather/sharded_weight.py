@@ -26,7 +26,7 @@ from fp8_common.torch_layers.sharding.fsdp import unpad
 from fp8_common.torch_layers.sharding.gathered import finish_gather
 from fp8_torch_fsdp.all_gather.fsdp1 import raise_if_fsdp1
 from fp8_torch_fsdp.scales.sync import ScaleSync
-from fp8_torch_fsdp.scales.weight import Fp8Weight, CodeSnapshot
+from fp8_torch_fsdp.scales.weight import CodeSnapshot, Fp8Weight
 
 aten = torch.ops.aten
 

@@ -89,7 +89,7 @@ class Float8Converter(QuantizationConverter):
         model = convert_to_float8_training(model, config=self.fp8, module_filter_fn=keep)
         for module in model.modules():
             if isinstance(module, Float8Linear):
-                module.distribute(ByWeight())  # torchtitan cuts the weights later
+                module.set_strategy(ByWeight())  # torchtitan cuts the weights later
             elif isinstance(module, DelayedScale):
                 module.__class__ = ProtocolScale
         if self.config.dispatch_in_codes:

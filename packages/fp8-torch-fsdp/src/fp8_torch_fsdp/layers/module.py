@@ -278,7 +278,7 @@ class Float8Module(nn.Module):
         """Set the communication strategy of the module."""
         self.fp8_strategy = distribution
         for matmul in self.fp8.values():
-            matmul.distribute(distribution)
+            matmul.set_strategy(distribution)
 
     def extra_repr(self) -> str:
         """Show how the weights are cast."""
@@ -324,7 +324,7 @@ def to_fp8(module: Any, cls: type[Float8Module], layout: WeightLayout, config: F
             if state is not None:
                 scales[operand] = state
         module.fp8[name] = WeightMatmul(config, layout, scales, type(module).__name__)
-    module.distribute(DEFAULT_STRATEGY)
+    module.set_strategy(DEFAULT_STRATEGY)
     keep_state_dicts_plain(module)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fp8_common.torch_layers.sharding import fsdp_forwards as fsdp
-from fp8_torch_fsdp.scales.weight import Fp8Weight, CodeSnapshot
+from fp8_torch_fsdp.scales.weight import CodeSnapshot, Fp8Weight
 
 
 class Forward:

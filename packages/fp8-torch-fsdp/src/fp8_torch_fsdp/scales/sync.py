@@ -28,8 +28,8 @@ from fp8_torch_fsdp.scales import delayed, optimizer_hook
 from fp8_torch_fsdp.scales.delayed import DelayedScale, delayed_scales
 from fp8_torch_fsdp.scales.forwards import Forwards
 from fp8_torch_fsdp.scales.replicas import group_of_replicas
-from fp8_torch_fsdp.scales.sync_group import SyncGroup, ModelStructure, sorted_by_ranks
-from fp8_torch_fsdp.scales.weight import Fp8Weight, CodeSnapshot, amax_bits, fill_scales, quantize
+from fp8_torch_fsdp.scales.sync_group import ModelStructure, SyncGroup, sorted_by_ranks
+from fp8_torch_fsdp.scales.weight import CodeSnapshot, Fp8Weight, amax_bits, fill_scales, quantize
 
 MAX_READY_READS = 8
 """Maximum number of steps in which the host reads whether delayed scales are ready."""

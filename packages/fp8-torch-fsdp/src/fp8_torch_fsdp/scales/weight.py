@@ -253,7 +253,7 @@ class CodeSnapshot:
         codes: uint8, codes of `padded_shape`, and of MX their scales, where the part is; none in compiled graphs.
     """
 
-    __slots__ = ("codes", "mark", "number", "local_bits", "scale", "scale_inv")
+    __slots__ = ("codes", "local_bits", "mark", "number", "scale", "scale_inv")
 
     def __init__(self, weight: Fp8Weight, number: tuple[int, torch.Tensor], codes: tuple[torch.Tensor, ...]) -> None:
         (self.number, self.mark), self.codes = number, codes

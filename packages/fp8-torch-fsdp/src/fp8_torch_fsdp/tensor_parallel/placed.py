@@ -22,7 +22,7 @@ class ByWeight(ParallelStrategy):
     def forward(self, layer: Float8Linear, input: torch.Tensor) -> torch.Tensor:
         """Follow the placement of the weight from now on."""
         if isinstance(layer.weight, DTensor):
-            layer.distribute(strategy_of(layer.weight, has_bias=layer.bias is not None))
+            layer.set_strategy(strategy_of(layer.weight, has_bias=layer.bias is not None))
             return layer.fp8_strategy.forward(layer, input)
         return super().forward(layer, input)
 

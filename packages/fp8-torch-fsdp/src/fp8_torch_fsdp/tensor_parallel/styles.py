@@ -55,7 +55,7 @@ class _Float8Parallel(ParallelStyle):
             output_layout=self.output_layouts,
             use_local_output=self.use_local_output,
         )
-        module.distribute(distribution)
+        module.set_strategy(distribution)
         return module
 
     def _cut(self, parameter: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:

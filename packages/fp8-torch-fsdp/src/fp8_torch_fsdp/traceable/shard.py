@@ -64,7 +64,7 @@ def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -
             weight = weights.get(id(module.weight)) or _placed(module, f"{prefix}.weight".lstrip("."), place)
             if in_fp8:  # layers that share a weight share its scale
                 weights[id(module.weight)] = weight
-            module.distribute(TraceableShards(weight=weight, place=place, in_fp8=in_fp8))
+            module.set_strategy(TraceableShards(weight=weight, place=place, in_fp8=in_fp8))
         elif parameters:
             gather_in_forward(module, list(parameters), place)
     ranks = tuple(sorted(mesh.mesh.reshape(-1).tolist()))
