@@ -5,7 +5,7 @@ from fp8_common.plugin import Machine, PluginInfo
 from fp8_torch_fsdp import __version__
 
 GRANULARITIES = ("tensorwise", "rowwise", "blockwise_1x128")
-"""Granularities of this package's recipes; operands in blocks of 1x128 are multiplied by weights in blocks of 128x128."""
+"""Granularities of this package's recipes; operands in 1x128 blocks are multiplied by weights in 128x128 blocks."""
 
 
 def describe(machine: Machine) -> PluginInfo:

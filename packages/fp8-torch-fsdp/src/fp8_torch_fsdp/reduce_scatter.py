@@ -36,9 +36,9 @@ class RandomState:
     def draw(self, rows: int, columns: int) -> tuple[int, int] | None:
         """Return key and offset of the random bits of one message.
 
-        The message is [rows, columns]. None if gradients are rounded to nearest. The generator is Philox with the key (seed, rank). Each element gets
-        one bit pattern, and each counter gives four patterns. The columns are counted in whole blocks, so that each row
-        begins with a new counter. The call advances `drawn`.
+        The message is [rows, columns]. None if gradients are rounded to nearest. The generator is Philox with the key
+        (seed, rank). Each element gets one bit pattern, and each counter gives four patterns. Columns are counted in
+        whole blocks, so that each row begins with a new counter. The call advances `drawn`.
         """
         if self.config.rounding != "stochastic":
             return None

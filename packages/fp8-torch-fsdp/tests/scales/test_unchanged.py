@@ -83,7 +83,7 @@ def test_weights_that_no_rank_gathers_are_cast_once(recipe, monkeypatch):
         model = converted(seeded(two_layers), recipe)
         counts.clear()
         found[window] = train(model, window=window), len(counts)
-        assert all(matmul.weight.held is None for layer in (model[0], model[2]) for matmul in layer.fp8.values())
+        assert all(matmul.weight.held_codes is None for layer in (model[0], model[2]) for matmul in layer.fp8.values())
     assert same(found[False][0], found[True][0])
     assert (found[False][1], found[True][1]) == (2 * 2 * MICROS, 2 * 2)
 

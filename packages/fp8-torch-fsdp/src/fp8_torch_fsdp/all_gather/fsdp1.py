@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallel` (FSDP1), which cannot gather FP8 weights."""
+"""`raise_if_fsdp1`: rejects `FullyShardedDataParallel`, which cannot gather FP8 weights."""
 
 import torch
 
@@ -7,10 +7,10 @@ from fp8_torch_fsdp._compat import is_of_fsdp1
 
 
 def raise_if_fsdp1(weight: torch.Tensor) -> None:
-    """Raise on all ranks if FSDP1 holds a weight.
+    """Raise an error if FSDP1 holds a weight, on all ranks.
 
     Raises:
-        Fp8Error: It is one.
+        Fp8Error: If `FullyShardedDataParallel` has flattened the weight.
     """
     if is_of_fsdp1(weight):
         raise Fp8Error(

@@ -84,8 +84,8 @@ def select(
             selected[module] = config if recipe is None else dataclasses.replace(config, recipe=recipe)
     if parametrized:
         raise Fp8Error(
-            f"{', '.join(parametrized)} cannot be converted: the weight is parametrized: each forward computes it again. "
-            "Remove the parametrization, or leave these layers out with module_filter_fn."
+            f"{', '.join(parametrized)} cannot be converted: the weight is parametrized: each forward computes it "
+            "again. Remove the parametrization, or leave these layers out with module_filter_fn."
         )
     return selected, left
 

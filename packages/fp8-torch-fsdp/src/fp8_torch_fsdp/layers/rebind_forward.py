@@ -1,7 +1,7 @@
-"""Rebind instance-level forward wrappers when a module's class changes.
+"""Rebind forward wrappers of module instances when a module's class changes.
 
-Transformers, torchtitan and Accelerate set `layer.forward` to a function that calls the previous forward, which is
-bound to the layer. Without rebinding, a converted layer would continue to compute in high precision.
+Transformers, torchtitan and Accelerate set `layer.forward` to a function that calls the previous forward, a bound
+method of the former class. Without rebinding, a converted layer would continue to compute in high precision.
 """
 
 import functools
@@ -12,22 +12,28 @@ from torch import nn
 
 
 def rebind(module: nn.Module, before: type) -> None:
-    """Rebind forwards of class `before` in `module`'s attributes to its class."""
+    """Replace bound forwards of a module's former class in its attributes.
+
+    Args:
+        module: Module with its new class.
+        before: Former class of the module.
+    """
     for name, value in list(vars(module).items()):
         if _holds_method(value, module, set()):
             vars(module)[name] = _rebound(value, module, before, set())
 
 
 def is_wrapped_around(module: nn.Module) -> bool:
-    """Return whether a forward set on `module` calls its class's forward.
+    """Return whether an attribute of `module` refers to a bound method of it.
 
-    As far as closures and wrappers show it.
+    Closures and `functools.partial` are searched. A forward set on the instance then probably calls the forward of the
+    class.
     """
     return any(_holds_method(value, module, set()) for value in vars(module).values())
 
 
 def _rebound(value: Any, module: nn.Module, before: type, seen: set[int]) -> Any:
-    """Return a value with bound forwards replaced; closures change in place."""
+    """Return a value with bound forwards replaced; closures are modified in place."""
     if isinstance(value, MethodType) and value.__self__ is module and value.__func__ is before.forward:
         return MethodType(type(module).forward, module)
     if isinstance(value, functools.partial):
@@ -49,9 +55,9 @@ def _holds_method(value: Any, module: nn.Module, seen: set[int]) -> bool:
 
 
 def _cells(value: Any, seen: set[int]) -> list[Any]:
-    """Return the filled closure cells of a function not visited before."""
+    """Return the filled closure cells of a function that is not in `seen`."""
     if not isinstance(value, FunctionType) or id(value) in seen:
         return []
     seen.add(id(value))
-    empty = CellType()  # of a variable that is not assigned yet; cells compare by their contents
+    empty = CellType()  # as for a variable that is not assigned yet; cells compare by their contents
     return [cell for cell in value.__closure__ or () if cell != empty]
