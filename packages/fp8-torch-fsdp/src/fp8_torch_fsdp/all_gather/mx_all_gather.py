@@ -45,7 +45,7 @@ class Float8AllGather:
 
     @property
     def codes(self) -> dict[int, int]:
-        """Bytes of one gather of each compressed parameter, by id of its shard."""
+        """Bytes of one gather of each compressed parameter, by shard id."""
         return {id(param.local): coded_bytes(param.parameter.shape) for param in self.matrices}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -137,7 +137,7 @@ class ShardedFloat8Weight(torch.Tensor):
         return self.plain.detach().__dlpack__(**options)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the plain data as a writable array, which torch rejects for subclasses."""
+        """Return the plain data as a writable array."""
         return self.plain.detach().requires_grad_(self.requires_grad).numpy(force=force)
 
     def tolist(self) -> Any:
@@ -196,7 +196,7 @@ class ShardedFloat8Weight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Run `func` on plain tensors, count writes, and wrap results that are weights."""
+        """Run `func` on plain tensors, count writes, wrap results that are weights."""
         kwargs = kwargs or {}
         for written in written_tensors(func, args, kwargs):
             if isinstance(written, cls):

@@ -31,7 +31,7 @@ def forget_state_dict_hooks(module: nn.Module) -> None:
 
 
 def plain_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor of a weight, or a DTensor of its plain local part."""
+    """Return a weight, or a DTensor of it, without the wrapper."""
     return map_local(tensor, lambda local: local.plain if isinstance(local, ShardedFloat8Weight) else local)
 
 

@@ -278,7 +278,8 @@ class Float8Module(nn.Module):
             return launched and not isinstance(weight, GatheredWeight) and self.fp8_strategy.gather is None
         if self.fp8_config.all_gather or self.fp8[name].scales:
             raise_if_fsdp1(weight)
-        # A wrapper that is not gathered: the model is not sharded, so no reshard frees the codes.
+        # FSDP2 frees other weights between forward and backward, where saved codes would take their place in memory. A
+        # wrapper in this call is not sharded, and remains in memory.
         return isinstance(weight, ShardedFloat8Weight)
 
     def set_strategy(self, strategy: ParallelStrategy) -> None:
@@ -299,7 +300,7 @@ _ADDED = ("fp8", "fp8_config", "fp8_layout", "fp8_strategy")
 
 
 def to_fp8(module: Any, cls: type[Float8Module], layout: WeightLayout, config: Float8LinearConfig) -> None:
-    """Change the class of a module to a subclass of `cls`, in place.
+    """Change a module's class to a subclass of `cls`, in place.
 
     Args:
         module: Module with the parameters that the layout names.
@@ -393,7 +394,7 @@ def _delayed(
 
 
 def _check(module: nn.Module, layout: WeightLayout, config: LinearConfig) -> None:
-    """Raise if the parameters of a module do not match its layout and recipe."""
+    """Raise if a module's parameters do not match layout and recipe."""
     name = type(module).__name__
     if config.weight.granularity == "mx" and (layout.stacked or layout.transposed):
         raise Fp8Error(

@@ -24,7 +24,7 @@ def rebind(module: nn.Module, before: type) -> None:
 
 
 def is_wrapped_around(module: nn.Module) -> bool:
-    """Return whether an attribute of `module` refers to a bound method of it.
+    """Return whether an attribute of `module` holds its bound methods.
 
     Closures and `functools.partial` are searched. A forward set on the instance then probably calls the forward of the
     class.
@@ -55,7 +55,7 @@ def _holds_method(value: Any, module: nn.Module, seen: set[int]) -> bool:
 
 
 def _cells(value: Any, seen: set[int]) -> list[Any]:
-    """Return the filled closure cells of a function that is not in `seen`."""
+    """Return the filled closure cells of a function not in `seen`."""
     if not isinstance(value, FunctionType) or id(value) in seen:
         return []
     seen.add(id(value))
