@@ -65,9 +65,9 @@ class DispatchedTokens:
 
     @disable_compiler
     def combine_sorted(self, y: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of experts as [tokens * k, out_features], in the order of `order`.
+        """Return outputs of experts [tokens * k, out_features], sorted by expert.
 
-        Collective, as `combine`. For dispatchers that apply scores in this order.
+        Collective, like `combine`. The rows are in the order of `order`, for dispatchers that apply scores there.
         """
         if y.ndim != 2 or len(y) != len(self.rows):
             raise Fp8Error(f"combine expects [{len(self.rows)}, out_features], got {tuple(y.shape)}.")
@@ -158,7 +158,7 @@ def _config_of(experts: Any) -> Any:
 
 
 def _checked(x: Any, chosen: Any, total: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what ranks exchange, and the expert of each slot.
+    """Return a header, counts, and the expert of each slot.
 
     Args:
         x: As for `dispatch_tokens`.

@@ -58,7 +58,7 @@ class Route:
 
 
 def plan_route(counts: torch.Tensor, header: torch.Tensor, group: dist.ProcessGroup) -> Route:
-    """Exchange the numbers of rows for each expert, and plan the order of rows.
+    """Exchange the numbers of rows for each expert; plan their order.
 
     Collective: all ranks of the group call this, including ranks with invalid input, so that all of them raise. The
     host waits for the device once.
@@ -91,7 +91,7 @@ def signature(x: torch.Tensor) -> int:
 
 
 def _check_headers(headers: list[int], last: int) -> None:
-    """Raise if a rank has invalid input, or rows of ranks differ; `last` is the last expert."""
+    """Raise if a rank's input is invalid, or if rows differ."""
     if any(number < 0 for number in headers):
         mistakes = "; ".join(
             f"rank {rank}: {PROBLEMS[number].format(last=last)}" for rank, number in enumerate(headers) if number < 0

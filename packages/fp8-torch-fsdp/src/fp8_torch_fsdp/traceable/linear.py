@@ -1,4 +1,4 @@
-"""`TraceableShards`: strategy of an FP8 linear layer that gathers its weight in its matmuls.
+"""`TraceableShards`: strategy of a linear layer that gathers its weight.
 
 The gather sends FP8 codes that each rank casts from its rows, or the rows in their stored dtype, which every rank casts
 after the gather.
@@ -26,7 +26,7 @@ from fp8_torch_fsdp.traceable.placement import Placement, Started, local_of, pad
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TraceableShards(ParallelStrategy):
-    """Strategy of one layer whose weight is sharded by rows; also its `Gather`.
+    """Strategy, and `Gather`, of a layer whose weight is sharded by rows.
 
     Attributes:
         weight: State of the weight, with the scales that the ranks share.
@@ -44,7 +44,7 @@ class TraceableShards(ParallelStrategy):
         return self
 
     def forward(self, layer: Float8Linear, input: torch.Tensor) -> torch.Tensor:
-        """Return the output of the layer; the bias is gathered in high precision."""
+        """Return the layer's output; its bias is gathered in high precision."""
         output = layer.fp8_matmul("weight", input, local_of(layer.weight))
         bias = None if layer.bias is None else gathered(layer.bias, self.place)
         return with_bias(output, bias)
@@ -91,7 +91,7 @@ class TraceableShards(ParallelStrategy):
         return scale_inv, self.place.start_gather(part)
 
     def finish(self, started: Any, record: bool) -> Quantized:
-        """Return the gathered weight as an operand; its codes share the buffer's memory."""
+        """Return the gathered weight as an operand on the gather's buffer."""
         scale_inv, gather = started
         gathered_rows, shape = self.place.finish(gather), self.weight.region.full_shape
         fmt, tile = self.weight.grid.cast.fp8_format, self.weight.grid.tile

@@ -43,7 +43,7 @@ def gather_in_forward(module: Any, names: list[str], place: Placement) -> None:
 
 @cache
 def _gathering(cls: type, names: tuple[str, ...]) -> type:
-    """Return a subclass of `cls` that gathers its parameters when its forward reads them."""
+    """Return a subclass of `cls` whose forward gathers parameters at each read."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.fp8_gathering = True

@@ -71,7 +71,7 @@ class Placement:
         return -(-rows // self.size)
 
     def first_row(self, rows: int) -> int:
-        """Return the index of this rank's first row; `rows` if it has none."""
+        """Return the index of this rank's first row, at most `rows`."""
         return min(self.rank * self.padded_rows(rows), rows)
 
     def start_gather(self, padded: torch.Tensor) -> Started:
