@@ -42,8 +42,8 @@ class Float8Monitor(contextlib.AbstractContextManager):
         >>> with Float8Monitor(model) as monitor:
         ...     output = model(torch.ones(8, 64))
         >>> statistics = monitor.collect()
-        >>> statistics["0/input/amax"], statistics["0/input/scale"]
-        (1.0, 448.0)
+        >>> statistics["0/input/amax"], statistics["0/input/saturated"]
+        (1.0, 0.0)
     """
 
     def __init__(self, model: nn.Module) -> None:

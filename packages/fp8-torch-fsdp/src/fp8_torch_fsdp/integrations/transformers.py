@@ -44,7 +44,7 @@ class Float8Callback(TrainerCallback):
         self._log: Float8Log | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **rest: Any) -> None:
-        """Load the state of delayed scaling of a resumed run; open the log.
+        """Load the delayed-scaling state of a resumed run; open the log.
 
         The Trainer has sharded the model before this call.
         """

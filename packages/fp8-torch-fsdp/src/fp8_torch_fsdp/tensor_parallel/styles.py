@@ -74,8 +74,9 @@ class Float8ColwiseParallel(_Float8Parallel):
     """Shards a `Float8Linear` by output columns; gathers sharded inputs in FP8.
 
     The gather is in FP8 if one tensorwise cast of the input serves both the output and the weight's gradient; other
-    recipes gather values. Static scaling, and delayed scaling with `initial="one"`, need no all-reduce of amax before
-    the gather; other scaling needs a small one.
+    recipes gather values. Dynamic scaling needs a small all-reduce of amax before each gather, and delayed scaling with
+    `initial="dynamic"` until its scale is ready (in compiled code always). Static scaling, and delayed scaling with
+    `initial="one"`, need none.
 
     Args:
         input_layouts: Placement of an input that is a plain tensor. Default: replicated. Use `Shard(1)` for sequence
