@@ -58,7 +58,7 @@ def compress_communication(
         >>> import torch.distributed as dist
         >>> from torch.distributed.fsdp import fully_shard
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 16))
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16))
         >>> model = fully_shard(model)
         >>> handle = compress_communication(model)
         >>> model(torch.randn(8, 64)).sum().backward()
@@ -73,7 +73,7 @@ def compress_communication(
     if not groups:
         raise Fp8Error(
             f"compress_communication needs a model that FSDP2 shards, got {type(model).__name__}. Call "
-            "fully_shard(model) first; DistributedDataParallel and fully_shard_traceable move their own bytes."
+            "fully_shard(model) first; DistributedDataParallel and fully_shard_traceable have their own communication."
         )
     selected = _select_shards(model, parameters)
     matrices = {
@@ -84,16 +84,17 @@ def compress_communication(
         if hasattr(shard.local, "fsdp_pre_all_gather"):
             raise Fp8Error(
                 f"{name} is a {type(shard.local).__name__}, which defines its own all-gather. Disable that "
-                "where the layer is made, or pass weights=False."
+                "where the layer is created, or pass weights=False."
             )
     check_gathers(matrices.values())
     if not matrices and not (gradients and selected):
-        raise Fp8Error("No matrix to compress: none is chosen, or weights and gradients are both off.")
+        raise Fp8Error("No matrix to compress: no parameter is selected, or weights and gradients are both False.")
     for _, group_shards in groups:
         gathers = weights and isinstance(group_shards[0].all_gather, Float8AllGather)
         if gathers or (gradients and isinstance(group_shards[0].reduce_scatter, Float8ReduceScatter)):
             raise Fp8Error(
-                f"The communication of {group_shards[0].full_name} is compressed already. Remove that first."
+                f"The communication of {group_shards[0].full_name} is compressed already. Call remove() of its handle "
+                "first."
             )
     config = gradients if isinstance(gradients, GradientCompression) else GradientCompression()
     handle = CompressedCommunication(config, matrices)
@@ -140,8 +141,8 @@ def _groups(model: nn.Module) -> list[tuple[Any, list[Shard]]]:
         groups = {id(shard.fsdp_group) for shard in module_shards}
         if len(groups) > 1:
             raise Fp8UnsupportedError(
-                f"The parameters of {name or 'the model'} are on several meshes, for which FSDP2 does not accept "
-                "custom collectives. Call fully_shard on each of its parts, with one mesh each."
+                f"{name or 'The model'} uses several device meshes in one fully_shard call, and FSDP2 does not support "
+                "custom collectives there. Call fully_shard separately for the parameters of each mesh."
             )
         if module_shards:  # modules that one `fully_shard` call got as a list have one group
             by_group.setdefault(groups.pop(), (module, module_shards))

@@ -76,9 +76,9 @@ class Float8LinearConfig(LinearConfig):
     """Settings of FP8 linear layers in training.
 
     Attributes:
-        recipe: Casts of activation, weight and gradient: a name ("tensorwise", "tensorwise_delayed", "rowwise",
-            "rowwise_with_gw_hp", "blockwise", "mxfp8"), a `Recipe`, or its dictionary. The attribute is always the
-            `Recipe`.
+        recipe: Casts of activation, weight and gradient: a name ("tensorwise" by default, "tensorwise_delayed",
+            "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"), a `Recipe`, or its dictionary. The attribute is
+            always the `Recipe`.
         gemms: Settings of the matmuls on FP8 hardware.
         pad_inner_dim: Whether to pad contracted dimensions, and columns of the result, to multiples of 16, as FP8
             hardware requires.
@@ -100,7 +100,7 @@ class Float8LinearConfig(LinearConfig):
         >>> config = Float8LinearConfig(recipe="rowwise", gemms=GemmConfig(fast_accum_output=False))
         >>> config.weight.granularity
         'rowwise'
-        >>> model = convert_to_float8_training(torch.nn.Linear(64, 64), config=config)
+        >>> model = convert_to_float8_training(nn.Linear(64, 64), config=config)
     """
 
     all_gather: bool = True

@@ -38,7 +38,7 @@ class Float8Monitor(contextlib.AbstractContextManager):
         model: Converted model, or a part of it.
 
     Example:
-        >>> model = convert_to_float8_training(torch.nn.Sequential(torch.nn.Linear(64, 64)))
+        >>> model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)))
         >>> with Float8Monitor(model) as monitor:
         ...     output = model(torch.ones(8, 64))
         >>> statistics = monitor.collect()
@@ -161,7 +161,7 @@ def _on_host(numbers: list[torch.Tensor]) -> list[float]:
 def _above(limit: float | torch.Tensor) -> float | torch.Tensor:
     """Return a limit raised by one part in 2^20.
 
-    Values within that distance of the limit exceed it by the rounding of the scale, and do not saturate.
+    A value that exceeds the limit by less does so because the scale was rounded, and does not count as saturated.
     """
     return limit * (1 + 2.0**-20)
 

@@ -45,7 +45,7 @@ class Float8Log(contextlib.AbstractContextManager):
 
     Example:
         >>> import tempfile
-        >>> model = convert_to_float8_training(torch.nn.Sequential(torch.nn.Linear(64, 64)))
+        >>> model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> with tempfile.TemporaryDirectory() as folder, Float8Log(model, folder, every=100) as log:
         ...     for batch in torch.ones(3, 8, 64):
@@ -65,7 +65,7 @@ class Float8Log(contextlib.AbstractContextManager):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if not any(isinstance(module, Float8Module) for module in model.modules()):
-            raise Fp8Error("The model has no FP8 layers to log. Call convert_to_float8_training(model) before.")
+            raise Fp8Error("The model has no FP8 layers to log. Call convert_to_float8_training(model) first.")
         if every < 1:
             raise Fp8Error(f"every must be 1 or more, got {every}.")
         self._model, self._every, self._steps, self._group = model, every, step, group

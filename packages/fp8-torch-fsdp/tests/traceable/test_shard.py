@@ -181,7 +181,7 @@ def test_refusals_say_what_to_do_on_all_ranks(rank):
         "attend is an nn.MultiheadAttention": lambda: f8.fully_shard_traceable(
             nn.ModuleDict({"attend": nn.MultiheadAttention(16, 2)})
         ),
-        "gathers of fully_shard alone": lambda: f8.fully_shard_traceable(
+        "which only fully_shard gathers": lambda: f8.fully_shard_traceable(
             converted(nn.Sequential(nn.Linear(32, 32)), "mxfp8")
         ),
         "fully_shard_traceable replaced them": early.step,

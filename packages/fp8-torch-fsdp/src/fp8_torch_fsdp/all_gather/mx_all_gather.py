@@ -75,7 +75,7 @@ class Float8AllGather:
         if sum(sizes) != local_bytes.numel():
             named = ", ".join(f"{param.full_name} {tuple(param.padded_shape)}" for param, _ in self._params)
             raise Fp8Error(
-                f"FSDP2 gathers {local_bytes.numel()} bytes of each rank where {sum(sizes)} were expected, of {named}. "
+                f"FSDP2 gathers {local_bytes.numel()} bytes per rank, expected {sum(sizes)} for {named}. "
                 "Call remove() before parameters change, and compress_communication afterwards."
             )
         message = torch.cat([part.pack(data) for part, data in zip(parts, local_bytes.split(sizes), strict=True)])

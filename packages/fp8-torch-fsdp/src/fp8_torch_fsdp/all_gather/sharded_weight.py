@@ -82,10 +82,10 @@ class ShardedFloat8Weight(torch.Tensor):
         is_plain = type(plain) in (torch.Tensor, nn.Parameter) and plain.dtype in _DTYPES
         if not is_plain or (plain.shape, plain.device) != (self.shape, self.device):
             raise Fp8Error(
-                f"The data of an FP8 weight of shape {tuple(self.shape)}, {self.dtype} on {self.device} can be set to "
-                f"a plain tensor like it, of any of {_DTYPES}; got {type(plain).__name__} of shape "
-                f"{tuple(plain.shape)}, {plain.dtype} on {plain.device}. Convert the layer after its weight has its "
-                "final form."
+                f"The data of an FP8 weight of shape {tuple(self.shape)}, {self.dtype} on {self.device} can only be "
+                f"set to a plain tensor of the same shape and device, with any of the dtypes {_DTYPES}; got "
+                f"{type(plain).__name__} of shape {tuple(plain.shape)}, {plain.dtype} on {plain.device}. Convert the "
+                "layer after its weight has its final shape and device."
             )
         if plain.dtype != self.dtype:
             # The dtype of a wrapper cannot change, so the data of another wrapper is assigned, as for any tensor.
@@ -133,7 +133,7 @@ class ShardedFloat8Weight(torch.Tensor):
             BufferError: If the weight requires a gradient, as for any tensor. Export `weight.detach()`.
         """
         if self.requires_grad:
-            raise BufferError("An FP8 weight that requires a gradient cannot be exported: export weight.detach().")
+            raise BufferError("An FP8 weight that requires a gradient cannot be exported. Export weight.detach().")
         return self.plain.detach().__dlpack__(**options)
 
     def numpy(self, *, force: bool = False) -> Any:

@@ -173,10 +173,10 @@ def _check_arguments(misplaced: tuple, unknown: Mapping[str, Any]) -> None:
     """Raise for positional arguments besides the model, and for unknown names."""
     if misplaced:
         raise Fp8Error(
-            f"convert_to_float8_training takes one positional argument, the model; got {misplaced[0]!r} besides. Name "
+            f"convert_to_float8_training takes one positional argument, the model; also got {misplaced[0]!r}. Name "
             f"the others: convert_to_float8_training(model, recipe={misplaced[0]!r})."
             if isinstance(misplaced[0], str | Recipe)
-            else f"convert_to_float8_training takes one positional argument, the model; got {misplaced[0]!r} besides. "
+            else f"convert_to_float8_training takes one positional argument, the model; also got {misplaced[0]!r}. "
             "Name the others: config=, recipe=, module_filter_fn=, experts=, routers=, heads=."
         )
     if unknown:
@@ -202,7 +202,7 @@ def _check_accelerate_precision() -> None:
     if precision == "fp8":
         raise Fp8Error(
             "Accelerate runs with mixed_precision='fp8': its `prepare` would replace the FP8 layers by layers of "
-            "torchao or TransformerEngine. Launch with `accelerate launch --mixed_precision bf16`, or make the "
+            "torchao or TransformerEngine. Launch with `accelerate launch --mixed_precision bf16`, or create the "
             "Accelerator with mixed_precision='bf16'."
         )
 
@@ -214,7 +214,7 @@ def _resolve_config(
     if config is not None and recipe is not None:
         raise Fp8Error(f"Pass config or recipe, not both; got recipe={recipe!r} and a config.")
     if config is not None and not isinstance(config, Float8LinearConfig):
-        advice = "Make one of those"
+        advice = "Create one"
         if isinstance(config, str | Recipe | Mapping):
             advice = f"Pass recipe={config!r}"
         elif type(config).__module__.startswith("torchao."):

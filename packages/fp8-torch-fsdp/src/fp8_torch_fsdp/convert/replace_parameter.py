@@ -50,6 +50,6 @@ def raise_if_replaced(parameter: torch.Tensor | None, name: str) -> None:
     call = getattr(parameter, MARK, None)
     if call is not None:
         raise Fp8Error(
-            f"{name} is shared with a layer for which {call} has made a new weight in an earlier call, so the two are "
-            "no longer one. Convert the module that holds both in one call."
+            f"{name} is shared with a layer whose weight an earlier call of {call} has replaced, so the layers no "
+            "longer share it. Convert the module that contains both layers in one call."
         )

@@ -78,14 +78,16 @@ def select(
         ):
             parametrized.append(name)
         elif isinstance(module, nn.Linear) and isinstance(module.weight, UninitializedParameter):
-            raise Fp8Error(f"{name or 'The layer'} has no weight yet: run the model once to make its lazy layers real.")
+            raise Fp8Error(
+                f"{name or 'The layer'} has no weight yet: run the model once to initialize its lazy layers."
+            )
         else:
             recipe = decision.recipe
             selected[module] = config if recipe is None else dataclasses.replace(config, recipe=recipe)
     if parametrized:
         raise Fp8Error(
-            f"{', '.join(parametrized)} cannot be converted: the weight is parametrized: each forward computes it "
-            "again. Remove the parametrization, or leave these layers out with module_filter_fn."
+            f"{', '.join(parametrized)} cannot be converted: the weight is parametrized, and computed again in "
+            "each forward. Remove the parametrization, or leave these layers out with module_filter_fn."
         )
     return selected, left
 

@@ -96,7 +96,9 @@ def _check_headers(headers: list[int], last: int) -> None:
         mistakes = "; ".join(
             f"rank {rank}: {PROBLEMS[number].format(last=last)}" for rank, number in enumerate(headers) if number < 0
         )
-        raise Fp8Error(f"dispatch_tokens got bad input on a rank of the group, so no rank sends tokens: {mistakes}.")
+        raise Fp8Error(
+            f"dispatch_tokens got invalid input on a rank of the group, so no rank sends tokens: {mistakes}."
+        )
     if len(set(headers)) > 1:
         sizes = (divmod(number, len(DTYPES)) for number in headers)
         mistakes = ", ".join(f"{columns} features in {str(DTYPES[dtype])[6:]}" for columns, dtype in sizes)

@@ -95,7 +95,9 @@ def dispatch_in_codes(model: nn.Module) -> nn.Module:
         dispatcher.experts = experts
         replaced = True
     if not replaced:
-        raise Fp8Error("dispatch_in_codes found no module with a token_dispatcher of torchtitan's all-to-all.")
+        raise Fp8Error(
+            "dispatch_in_codes found no module with torchtitan's all-to-all dispatcher as its token_dispatcher."
+        )
     return model
 
 

@@ -107,7 +107,7 @@ def _converting(config_class: type) -> type:
 
         def build(self, **kwargs: Any) -> nn.Module:
             if self.fp8_converter is None:
-                raise Fp8Error("This configuration was not made by Float8Converter: use Float8Converter.convert.")
+                raise Fp8Error("This configuration was not created by Float8Converter. Use Float8Converter.convert.")
             # Not super(): dataclass(slots=True) creates another class than the one that super() refers to.
             return self.fp8_converter.apply(config_class.build(self, **kwargs))
 

@@ -189,11 +189,11 @@ class WeightMatmul:
         # Operators on a wrapper do not change the version of the wrapped tensor, but are counted in `writes`.
         writes = weight.fp8_weight.writes if isinstance(weight, ShardedFloat8Weight) else 0
         key = plain.data_ptr(), plain.shape, version_of(plain), writes
-        held = self.weight.held_codes
-        if held is None or held[0] != key:
+        held_codes = self.weight.held_codes
+        if held_codes is None or held_codes[0] != key:
             # The weight is held, too, so that no other tensor gets its address.
-            held = self.weight.held_codes = key, self._quantized(plain, record, True), plain
-        return held[1]
+            held_codes = self.weight.held_codes = key, self._quantized(plain, record, True), plain
+        return held_codes[1]
 
     def _planned_cast_of(self, plain: torch.Tensor) -> KeptCast | None:
         """Return the planned cast of a weight to both layouts, or None."""
@@ -263,7 +263,7 @@ class Float8Module(nn.Module):
             Fp8Error: If the layout has no such weight, or the weight is distributed and not gathered.
         """
         if name not in self.fp8:
-            raise Fp8Error(f"{name!r} is no weight of this module: its layout names {list(self.fp8)}.")
+            raise Fp8Error(f"{name!r} is not a weight of this module: its layout names {list(self.fp8)}.")
         if isinstance(weight, DTensor):
             raise Fp8Error(
                 f"The weight {name} of {type(self).__name__} is distributed and not gathered. Call the model through "
@@ -318,7 +318,7 @@ def to_fp8(module: Any, cls: type[Float8Module], layout: WeightLayout, config: F
         module.__class__ = _fp8_class(cls, before)
     except TypeError as error:
         raise Fp8Error(
-            f"{before.__name__} does not allow another class ({error}). Leave it out with module_filter_fn."
+            f"The class {before.__name__} of a module cannot be changed ({error}). Exclude it with module_filter_fn."
         ) from error
     rebind(module, before)
     module.fp8_config, module.fp8_layout = config, layout
@@ -398,7 +398,7 @@ def _check(module: nn.Module, layout: WeightLayout, config: LinearConfig) -> Non
     name = type(module).__name__
     if config.weight.granularity == "mx" and (layout.stacked or layout.transposed):
         raise Fp8Error(
-            f"{name} cannot compute in MX: its weights are no [out_features, in_features]. Give it another recipe, or "
+            f"{name} cannot compute in MX: its weights are not [out_features, in_features]. Select another recipe, or "
             "leave it out with module_filter_fn."
         )
     if isinstance(module, nn.Linear):

@@ -32,32 +32,32 @@ def is_wrapped_around(module: nn.Module) -> bool:
     return any(_holds_method(value, module, set()) for value in vars(module).values())
 
 
-def _rebound(value: Any, module: nn.Module, before: type, seen: set[int]) -> Any:
+def _rebound(value: Any, module: nn.Module, before: type, visited: set[int]) -> Any:
     """Return a value with bound forwards replaced; closures are modified in place."""
     if isinstance(value, MethodType) and value.__self__ is module and value.__func__ is before.forward:
         return MethodType(type(module).forward, module)
     if isinstance(value, functools.partial):
-        func, *args = (_rebound(argument, module, before, seen) for argument in (value.func, *value.args))
-        named = {name: _rebound(argument, module, before, seen) for name, argument in value.keywords.items()}
+        func, *args = (_rebound(argument, module, before, visited) for argument in (value.func, *value.args))
+        named = {name: _rebound(argument, module, before, visited) for name, argument in value.keywords.items()}
         return functools.partial(func, *args, **named)
-    for cell in _cells(value, seen):
-        cell.cell_contents = _rebound(cell.cell_contents, module, before, seen)
+    for cell in _cells(value, visited):
+        cell.cell_contents = _rebound(cell.cell_contents, module, before, visited)
     return value
 
 
-def _holds_method(value: Any, module: nn.Module, seen: set[int]) -> bool:
+def _holds_method(value: Any, module: nn.Module, visited: set[int]) -> bool:
     if isinstance(value, MethodType):
         return value.__self__ is module
     if isinstance(value, functools.partial):
         parts = (value.func, *value.args, *value.keywords.values())
-        return any(_holds_method(part, module, seen) for part in parts)
-    return any(_holds_method(cell.cell_contents, module, seen) for cell in _cells(value, seen))
+        return any(_holds_method(part, module, visited) for part in parts)
+    return any(_holds_method(cell.cell_contents, module, visited) for cell in _cells(value, visited))
 
 
-def _cells(value: Any, seen: set[int]) -> list[Any]:
-    """Return the filled closure cells of a function not in `seen`."""
-    if not isinstance(value, FunctionType) or id(value) in seen:
+def _cells(value: Any, visited: set[int]) -> list[Any]:
+    """Return the filled closure cells of a function not in `visited`."""
+    if not isinstance(value, FunctionType) or id(value) in visited:
         return []
-    seen.add(id(value))
+    visited.add(id(value))
     empty = CellType()  # as for a variable that is not assigned yet; cells compare by their contents
     return [cell for cell in value.__closure__ or () if cell != empty]

@@ -192,16 +192,16 @@ class DelayedScale(nn.Module):
         """
         buffers: Any = self._buffers  # faster than attributes of the module, each of which is a function call
         is_ready = self.initial != "dynamic" or (self.ready_on_host and not self.must_fit)
-        given = (
+        pointers = (
             {"scale_ptr": buffers["scale"]}
             if is_ready
             else {"delayed_ptr": buffers["scale"], "ready_ptr": buffers["ready"]}
         )
         if record:
-            given["own_key_ptr"] = buffers["observed"]
+            pointers["own_key_ptr"] = buffers["observed"]
             if self._must_be_synchronized(record):
-                given["late_ptr"] = buffers["late"]
-        return given
+                pointers["late_ptr"] = buffers["late"]
+        return pointers
 
     @staticmethod
     def _must_be_synchronized(record: bool) -> bool:

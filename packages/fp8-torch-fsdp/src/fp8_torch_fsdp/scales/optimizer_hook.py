@@ -34,9 +34,9 @@ def _register_after() -> None:
 
 
 def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for sync in list(_syncs):
-        if sync.owns_any_of(held):
+        if sync.owns_any_of(parameters):
             sync.on_optimizer_step()
 
 
@@ -58,22 +58,22 @@ def _register_before() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    ids = {id(parameter) for parameter in held} if _unchanged else set()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    ids = {id(parameter) for parameter in parameters} if _unchanged else set()
     for model in list(_unchanged):
         sharded = (shard.parameter for shard in shards(model))  # gathered weights may be in their place in the modules
         if any(id(parameter) in ids for parameter in (*model.parameters(), *sharded)):
             raise Fp8Error(
-                "An optimizer would change weights inside of weights_unchanged(model), in which they are not cast "
-                "again. End the window before optimizer.step()."
+                "An optimizer step would modify weights inside of weights_unchanged(model), where they are not cast "
+                "again. Close the context before optimizer.step()."
             )
     # A gathered parameter is a plain tensor, and never gets a gradient.
-    plain = {id(p) for p in held if p.requires_grad and p.grad is None and not isinstance(p, DTensor)}
+    plain = {id(p) for p in parameters if p.requires_grad and p.grad is None and not isinstance(p, DTensor)}
     for root in list(_fsdp_roots) if plain else ():
         lost = [shard.full_name for shard in shards(root) if id(shard.gathered_parameter) in plain]
         if lost:
             raise Fp8Error(
-                f"The optimizer holds {len(lost)} of {len(held)} parameters in the form that FSDP2 gathers for a "
-                f"forward ({lost[0]}), which no step trains: it was made after a forward that left them gathered. Make "
-                "the optimizer before the first forward, or call model.reshard() before you make it."
+                f"The optimizer holds {len(lost)} of {len(parameters)} parameters in the form that FSDP2 gathers for a "
+                f"forward ({lost[0]}), which a step does not train. It was created after a forward that left them "
+                "gathered. Create the optimizer before the first forward, or call model.reshard() before you create it."
             )

@@ -51,7 +51,7 @@ def group_of_replicas(
     if compat.joins(ddp):
         raise Fp8Error(
             "Delayed scaling does not work under DistributedDataParallel.join(): ranks that have ended cannot combine "
-            "amaxes. Give all ranks the same number of batches, or use a recipe with dynamic scaling."
+            "observations. Give all ranks the same number of batches, or use a recipe with dynamic scaling."
         )
     _exclude_from_broadcasts(ddp, scales)
     return ddp.process_group

@@ -408,5 +408,5 @@ def _placed(shard: fsdp.Shard) -> Fp8Weight:
     """Return the state of a weight that FSDP2 shards, after `place`."""
     weight, name = shard.local.fp8_weight, shard.full_name
     if weight.grid.is_mx and shard.fsdp_param.fsdp_placement.dim != 0:
-        raise Fp8Error(f"{name} is in MX, with blocks along its rows. Shard it along dimension 0.")
+        raise Fp8Error(f"{name} has an MX recipe, whose blocks lie along rows. Shard it along dimension 0.")
     return weight.place(name, lambda: shard.local.plain, shard.region, shard.padded_shape, shard.device, shard)

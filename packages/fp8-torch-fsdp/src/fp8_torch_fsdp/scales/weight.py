@@ -198,8 +198,8 @@ class Fp8Weight:
             return False
         if self.writes != self.writes_cast or (self.shard is not None and self._read() is not self.part):
             raise Fp8StaleError(
-                f"{self.name} was changed inside of weights_unchanged(model), in which it is not cast again. Change "
-                "weights outside."
+                f"{self.name} was modified inside of weights_unchanged(model), where it is not cast again. Modify "
+                "weights outside of the context."
             )
         return True
 
@@ -246,8 +246,8 @@ class Fp8Weight:
         # Bits of non-negative floats compare like the floats. A smaller amax is no error: its values do not saturate.
         if not self.is_static and (self.amax_bits() > self.bits).any():
             raise Fp8StaleError(
-                f"{self.name} was changed inside of the forward of its FSDP root and has outgrown the scale that the "
-                "ranks agreed on before. Change weights before the forward of the root."
+                f"{self.name} was modified during the forward of its FSDP root and no longer fits the scale that was "
+                "computed before that forward. Modify weights before calling the root."
             )
         self.newest = CodeSnapshot(self, next_number(), self.quantized(self.part))
 

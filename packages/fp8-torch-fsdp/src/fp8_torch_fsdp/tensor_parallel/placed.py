@@ -57,9 +57,9 @@ def strategy_of(weight: DTensor, *, has_bias: bool) -> ParallelStrategy:
     placement: Any = weight.placements[sharded_dims[0]]
     if len(weight.placements) != 1 or type(placement) is not Shard:
         raise Fp8Error(
-            f"A weight of shape {tuple(weight.shape)} that lies as {weight.placements} cannot compute in FP8. Cut it "
-            "along its rows or its columns, over a mesh of one dimension; shard it further with fully_shard after the "
-            "conversion."
+            f"A weight of shape {tuple(weight.shape)} with the placements {weight.placements} cannot compute in FP8. "
+            "Shard it along its rows or its columns, over a mesh of one dimension. Shard it further with fully_shard "
+            "after the conversion."
         )
     mesh = weight.device_mesh
     if placement.dim % 2 == 0:

@@ -41,7 +41,7 @@ class _Float8Parallel(ParallelStyle):
         name = type(self).__name__
         if not isinstance(module, Float8Linear):
             raise Fp8Error(
-                f"{name} makes Float8Linear layers parallel, got {type(module).__name__}. Convert the model with "
+                f"{name} applies to Float8Linear layers, got {type(module).__name__}. Convert the model with "
                 "convert_to_float8_training first, and use torch's own styles for other layers."
             )
         if isinstance(module.weight, DTensor):
@@ -179,8 +179,9 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             )
         if len({layer.config.input for layer in linears}) > 1:
             raise Fp8Error(
-                "PrepareFloat8ModuleInput casts the input once, but the layers in this module cast theirs differently. "
-                "Give them one configuration, or name the layer to follow with fwd_config_submodule_fqn."
+                "PrepareFloat8ModuleInput casts the input once, but the layers of this module cast their inputs "
+                "differently. Convert them with one configuration, or select the layer to follow with "
+                "fwd_config_submodule_fqn."
             )
         style = copy.copy(self)  # one style object may serve many modules
         style._layer = linears[0]

@@ -55,8 +55,8 @@ class Placement:
         """
         if mesh.ndim not in (1, 2):
             raise Fp8Error(
-                f"fully_shard_traceable shards over a mesh of one dimension, or of two for HSDP (copies, shards); got "
-                f"{mesh.ndim} dimensions: {mesh}."
+                f"fully_shard_traceable shards over a mesh of one dimension, or of two for HSDP (replicas, shards); "
+                f"got {mesh.ndim} dimensions: {mesh}."
             )
         last = mesh.ndim - 1
         return cls(

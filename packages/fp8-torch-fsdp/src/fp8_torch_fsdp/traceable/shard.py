@@ -106,12 +106,14 @@ def _check_model(model: nn.Module) -> None:
     """Raise for models that `fully_shard_traceable` does not support."""
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear) and module.fp8_config.weight.granularity == "mx":
-            raise Fp8Error(f"{name or 'The model'} computes in MX, for which there are gathers of fully_shard alone.")
+            raise Fp8Error(
+                f"{name or 'The model'} has an MX recipe, which only fully_shard gathers. Use it, or another recipe."
+            )
         if isinstance(module, nn.MultiheadAttention):
             raise Fp8Error(
                 f"{name or 'The model'} is an nn.MultiheadAttention, which reads the weight of its output projection "
-                "without calling that layer: nothing would gather it. Use fully_shard, or an attention that calls its "
-                "linear layers."
+                "without calling that layer, so it would not be gathered. Use fully_shard, or an attention that calls "
+                "its linear layers."
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
