@@ -93,7 +93,7 @@ def _steps(gpu: Any, recipe: str | None, count: int) -> tuple[int, int, int]:
             if delayed_scales(model):
                 f8.synchronize_scales(model)
         for scale in delayed_scales(model):
-            scale.settled = True
+            scale.ready_on_host = True
         with Operators() as operators:
             step()
         gpu.launched.clear()

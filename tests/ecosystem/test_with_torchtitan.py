@@ -90,7 +90,7 @@ def parallel(rank, world_size, recipe):
         return ((y.full_tensor() if isinstance(y, DTensor) else y)[0] - x).square().mean()
 
     found = [train(model, loss_of) for model in (split, plain)]
-    kinds = {type(layer.distribution).__name__ for layer in split.modules() if isinstance(layer, f8.Float8Linear)}
+    kinds = {type(layer.fp8_strategy).__name__ for layer in split.modules() if isinstance(layer, f8.Float8Linear)}
     return found, kinds
 
 

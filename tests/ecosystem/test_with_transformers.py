@@ -123,7 +123,7 @@ def distributed(rank, world_size, folder, recipe):
             assert before == after
             assert len(before) >= 14
             layers = [layer for layer in model.modules() if isinstance(layer, f8.Float8Linear)]
-            assert {type(layer.distribution).__name__ for layer in layers} == {"Colwise", "Rowwise"}
+            assert {type(layer.fp8_strategy).__name__ for layer in layers} == {"Colwise", "Rowwise"}
         losses.append(train(model, lambda model: model(input_ids=tokens, labels=tokens).loss, steps=4))
     return losses
 

@@ -176,7 +176,7 @@ def compress(**options):
 REFUSED = {
     "Call fully_shard(model) first": lambda model: f8.compress_communication(seeded(blocks)),
     "or a GradientCompression, got 'FP8'": compress(gradients="FP8"),
-    "weights and gradients are both off": compress(weights=False, gradients=False),
+    "weights and gradients are both False": compress(weights=False, gradients=False),
     "No matrix to compress": compress(parameters=["!*"]),
     "contradict": compress(parameters=["*", "!*.weight", "*.weight"]),
     "0.weight is a OwnGather, which defines its own all-gather": lambda model: f8.compress_communication(own_gather()),

@@ -4,13 +4,14 @@
     >>> from torch import nn
     >>> from fp8_torch_fsdp import convert_to_float8_training, float8_report
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    >>> model = convert_to_float8_training(model)  # then fully_shard(model), under torchrun
+    >>> model = convert_to_float8_training(model)  # under torchrun, then fully_shard(model)
     >>> model(torch.ones(8, 64)).sum().backward()
     >>> print(float8_report(model).headline)
     98.5% of the weights converted, ...
 
-The training loop does not change: scales are computed before each forward, in one all-reduce for all weights.
-`compress_communication` gathers and reduces layers of any kind in FP8, `DelayedState` saves delayed-scaling state.
+The training loop does not change: scales are computed before each forward, in one all-reduce per process group (static
+and MX scales need none). `compress_communication` gathers weights and reduces gradients of layers of any kind in FP8.
+`DelayedState` saves the state of delayed scaling in checkpoints.
 """
 
 from fp8_common import GradientCompression, Recipe

@@ -1,4 +1,4 @@
-"""Rows of `fp8 certify` for torch: own recipes, bfloat16, torchao."""
+"""Rows of `fp8 certify` for torch: recipes of this project, bfloat16 and torchao."""
 
 import dataclasses
 import functools
@@ -20,8 +20,8 @@ from fp8_torch_fsdp.scales.sync import synchronize_scales
 INPUTS, WEIGHTS = example()
 _ROW = CastRecipe(granularity="rowwise", policy=ScalePolicy(name="stable", power_of_2=True, stable=True))
 _STATIC = CastRecipe(scaling="static", static_scale=16.0)
-OWN = {
-    # the example has fewer tokens than the 32 of an MX block along them
+CONVERTED = {
+    # MX blocks the weight gradient over 32 tokens, and the example has fewer.
     **{name: recipe for name, recipe in RECIPES.items() if name != "mxfp8"},
     "rowwise, stable scales": Recipe(name="stable", input=_ROW, weight=_ROW, grad_output=_ROW),
     "static": Recipe(
@@ -33,11 +33,11 @@ OWN = {
 }
 _BY_ROWS = te_current(pow2=True, eps=1e-12)
 TORCHAO = {"tensorwise": te_current(eps=1e-12), "rowwise": _BY_ROWS, "rowwise_with_gw_hp": _BY_ROWS}
-"""torchao's scales of finite tensors: amax is at least 1e-12."""
+"""Scale rules of torchao's recipes for finite tensors: amax is at least 1e-12."""
 
 
 def model() -> nn.Sequential:
-    """Return the two layers of the example."""
+    """Return the unconverted model of the example, two linear layers."""
     layers = nn.Sequential()
     for name, weight in WEIGHTS.items():
         layers.add_module(name, layer := nn.Linear(*weight.T.shape, bias=False))
@@ -50,17 +50,17 @@ def model() -> nn.Sequential:
 def built(name: str) -> nn.Module:
     """Return the model of a row.
 
-    With delayed scaling, after two steps that fill the histories.
+    A model with delayed scaling is trained for two steps, which fill its histories.
     """
     if name == "bf16":
         return model().bfloat16()
     if name.startswith("torchao "):
-        # torchao is no dependency of this package
+        # imported by name: torchao is not a dependency of this package
         float8: Any = importlib.import_module("torchao.float8")
         config = float8.Float8LinearConfig.from_recipe_name(name.removeprefix("torchao "))
         return float8.convert_to_float8_training(model(), config=dataclasses.replace(config, emulate=True))
-    converted = convert_to_float8_training(model(), recipe=OWN[name])
-    if OWN[name].input.scaling == "delayed":
+    converted = convert_to_float8_training(model(), recipe=CONVERTED[name])
+    if CONVERTED[name].input.scaling == "delayed":
         optimizer = torch.optim.SGD(converted.parameters(), lr=RATE)
         for _ in range(2):
             train(converted, torch.from_numpy(INPUTS), optimizer)
@@ -69,10 +69,10 @@ def built(name: str) -> nn.Module:
 
 
 def certificates(properties: Sequence[Property]) -> Iterator[tuple[str, Callable[[], Certificate]]]:
-    """Yield the name of each row with a function for its certificate."""
+    """Yield each row's name and a function that returns its certificate."""
     peers = [f"torchao {name}" for name in TORCHAO] if importlib.util.find_spec("torchao") else []
     with ranks() as pool:
-        for name in ["bf16", *OWN, *peers]:
+        for name in ["bf16", *CONVERTED, *peers]:
             yield name, functools.partial(_certificate, name, properties, pool)
 
 

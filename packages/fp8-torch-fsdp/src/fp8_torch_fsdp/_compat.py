@@ -1,8 +1,8 @@
 """Private names of PyTorch: functional collectives, DDP and FSDP1.
 
-Compilers capture the operators of functional collectives; the Python functions around them were renamed between torch
-2.11 and 2.13, the operators were not. A test shows whether an upgrade broke them. FSDP2's private names are in
-`fp8_common.torch_layers.sharding.fsdp`.
+Compilers capture the operators of functional collectives. The Python functions around them were renamed between torch
+2.11 and 2.13; the operators were not. A test fails if a new version of torch breaks a private name. FSDP2's private
+names are in `fp8_common.torch_layers.sharding.fsdp`.
 """
 
 import torch
@@ -10,16 +10,16 @@ import torch.distributed._functional_collectives  # registers the autograd and c
 from torch.nn.parallel import DistributedDataParallel
 
 collectives = torch.ops._c10d_functional
-"""The operators of functional collectives; use their results after `wait_tensor`."""
+"""Operators of functional collectives; their results are valid after `wait_tensor`."""
 
 
 def running_ddp() -> DistributedDataParallel | None:
-    """Return the `DistributedDataParallel` whose forward runs now, or None."""
+    """Return the `DistributedDataParallel` whose forward is running, or None."""
     return DistributedDataParallel._get_active_ddp_module()
 
 
 def joins(ddp: DistributedDataParallel) -> bool:
-    """Return whether ranks may end one after the other, under `ddp.join()`."""
+    """Return whether a DDP runs under `join()`, which allows uneven inputs."""
     return ddp._join_config.enable
 
 
@@ -31,5 +31,5 @@ def ignore_buffers(ddp: DistributedDataParallel, names: set[str]) -> None:
 
 def is_of_fsdp1(weight: torch.Tensor) -> bool:
     """Return whether `FullyShardedDataParallel` holds a weight in its flat parameter."""
-    # FSDP1 marks its flat parameter, of which layers get views, and the parameters that it was made of
+    # FSDP1 marks its flat parameter, of which layers hold views, and the original parameters.
     return getattr(weight, "_fsdp_flattened", False) or getattr(weight._base, "_fsdp_flattened", False)

@@ -1,4 +1,4 @@
-"""User settings of FP8 linear layers under FSDP2."""
+"""`Float8LinearConfig` and `DelayedScalingConfig`: settings of FP8 linear layers."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,18 +9,27 @@ from fp8_common.policy import HistoryAlgo
 from fp8_common.torch_layers.linear.config import LinearConfig
 
 CastConfig = CastRecipe
-"""How one operand is cast; the shared `fp8_common.CastRecipe` under the name that torch users know."""
+"""Cast of one operand: `fp8_common.CastRecipe` under torchao's name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DelayedScalingConfig:
-    """Options that operands with delayed scaling share.
+    """Options of delayed scaling, shared by all operands that use it.
 
     Attributes:
-        history_len: Number of steps that the window remembers.
-        scale_fn: "max" over the window, or "most_recent".
-        margin: The scale aims at `max * 2^-margin`.
-        initial: "dynamic" makes the first step's scales from its own values; "one" starts with scale 1.0.
+        history_len: Number of steps in the window of amax values, at least 1.
+        scale_fn: Reduction over the window: "max" or "most_recent".
+        margin: Headroom in powers of two: the scale maps amax to `fmt.max * 2^-margin`.
+        initial: Scale of the first step: "dynamic" computes it from the values of that step, "one" uses 1.0.
+
+    Raises:
+        Fp8Error: If `history_len` is less than 1, or `initial` is unknown.
+
+    Example:
+        >>> delayed = DelayedScalingConfig(history_len=32, scale_fn="most_recent")
+        >>> config = Float8LinearConfig(recipe="tensorwise_delayed", delayed=delayed)
+        >>> config.weight.policy.history
+        32
     """
 
     history_len: int = 16
@@ -29,14 +38,14 @@ class DelayedScalingConfig:
     initial: Literal["dynamic", "one"] = "dynamic"
 
     def __post_init__(self) -> None:
-        """Validate the choices; the policy validates the window."""
+        """Validate `history_len` and `initial`; `ScalePolicy` validates the others."""
         if self.history_len < 1:
             raise Fp8Error(f"history_len must be at least 1, got {self.history_len!r}.")
         if self.initial not in ("dynamic", "one"):
             raise Fp8Error(f'initial must be "dynamic" or "one", got {self.initial!r}.')
 
     def apply(self, recipe: Recipe) -> Recipe:
-        """Return `recipe` with these choices in operands with delayed scaling."""
+        """Return `recipe` with these options in every operand with delayed scaling."""
         changed: dict[str, Any] = {}
         for name in ("input", "weight", "grad_output"):
             cast: CastRecipe = getattr(recipe, name)
@@ -59,29 +68,39 @@ TORCHAO_OPTIONS = {
     "round_scales_to_power_of_2": "use policy=fp8_common.POWER_OF_2 in each CastConfig",
     "force_recompute_fp8_weight_in_bwd": "leave it out, weights are gathered again in the backward",
 }
-"""Names in torchao's `Float8LinearConfig` that differ here, and their replacements."""
+"""Option names of torchao's `Float8LinearConfig` that differ here, with advice for errors."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Float8LinearConfig(LinearConfig):
-    """Training settings of FP8 linear layers.
+    """Settings of FP8 linear layers in training.
 
     Attributes:
-        recipe: How activation, weight and gradient are cast: a name ("tensorwise", "tensorwise_delayed", "rowwise",
-            "rowwise_with_gw_hp", "blockwise"), a `Recipe`, or its dictionary; the attribute is always the `Recipe`.
+        recipe: Casts of activation, weight and gradient: a name ("tensorwise" by default, "tensorwise_delayed",
+            "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"), a `Recipe`, or its dictionary. The attribute is
+            always the `Recipe`.
         gemms: Settings of the matmuls on FP8 hardware.
-        pad_inner_dim: Pad contracted dimensions, and columns of the result, to multiples of 16 for FP8 hardware.
-        emulate: "auto" decodes and multiplies in high precision on devices without FP8 matmuls, with one warning for
-            GPUs; True always does; False raises there.
-        fp8_saved_input: Keep codes of the input for the backward in every recipe, one byte per element. The numbers do
-            not change, unless the matmul for the weight's gradient is in high precision: it then uses decoded codes.
-        min_rows_per_expert: Stacks of experts that get fewer rows for each expert on average are multiplied in high
-            precision, by the values of the codes that FSDP2 gathered. Not with delayed scaling.
+        pad_inner_dim: Whether to pad contracted dimensions, and columns of the result, to multiples of 16, as FP8
+            hardware requires.
+        emulate: "auto" decodes the operands and multiplies in high precision on devices without FP8 matmuls, with one
+            warning for GPUs. True does so on every device; False raises on devices without FP8 matmuls.
+        fp8_saved_input: Whether to save the input for the backward as codes, one byte per element, in every recipe.
+            The results do not change, unless the weight gradient is computed in high precision: it then uses the
+            decoded codes.
+        min_rows_per_expert: Stacks of experts with fewer rows per expert on average are multiplied in high precision,
+            by the decoded codes of their weights. 0 disables this. Requires that `input` and `grad_output` do not use
+            delayed scaling.
         all_gather: Whether FSDP2 gathers FP8 codes instead of high-precision weights.
-        delayed: Options that operands with delayed scaling share; None keeps the recipe's.
+        delayed: Options of delayed scaling for all operands that use it; None keeps those of the recipe.
 
     Raises:
-        Fp8Error: A choice that is unknown, or that contradicts another one.
+        Fp8Error: If an option is unknown, or options contradict each other.
+
+    Example:
+        >>> config = Float8LinearConfig(recipe="rowwise", gemms=GemmConfig(fast_accum_output=False))
+        >>> config.weight.granularity
+        'rowwise'
+        >>> model = convert_to_float8_training(nn.Linear(64, 64), config=config)
     """
 
     all_gather: bool = True
@@ -90,15 +109,15 @@ class Float8LinearConfig(LinearConfig):
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Raise for option names of torchao, with the names used here."""
         # In `__new__`, because the generated `__init__` would raise a TypeError without the replacement.
-        known = [f"{name}: {TORCHAO_OPTIONS[name]}" for name in options if name in TORCHAO_OPTIONS]
-        if known:
-            raise Fp8Error(f"Float8LinearConfig has other names than torchao for {'; '.join(known)}.")
+        advice = [f"{name}: {TORCHAO_OPTIONS[name]}" for name in options if name in TORCHAO_OPTIONS]
+        if advice:
+            raise Fp8Error(f"Float8LinearConfig has other names than torchao for {'; '.join(advice)}.")
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        """Apply shared choices; raise for combinations without matmuls."""
-        # named: with slots, the class that super() closes over is not this one
-        # First: it makes a `Recipe` of a name, which `delayed` then changes.
+        """Apply `delayed` to the recipe; raise for unsupported combinations."""
+        # The base class is named: `slots=True` creates another class than the one that super() closes over. It runs
+        # first, because it replaces a recipe's name by the `Recipe`, which `delayed` then changes.
         LinearConfig.__post_init__(self)
         if self.delayed is not None:
             object.__setattr__(self, "recipe", self.delayed.apply(self.recipe))
@@ -113,5 +132,13 @@ class Float8LinearConfig(LinearConfig):
 
     @classmethod
     def from_recipe_name(cls, name: str | Recipe | Mapping[str, Any], **changes: Any) -> "Float8LinearConfig":
-        """Return `Float8LinearConfig(recipe=name, **changes)`, under torchao's name for it."""
+        """Return `Float8LinearConfig(recipe=name, **changes)`, under torchao's name for it.
+
+        Args:
+            name: Name of a recipe. A `Recipe` or its dictionary is accepted, too.
+            **changes: Other options.
+
+        Raises:
+            Fp8Error: If an option is unknown, or options contradict each other.
+        """
         return cls(recipe=name, **changes)  # pyrefly: ignore[bad-argument-type]  LinearConfig looks it up

@@ -1,4 +1,4 @@
-"""`Float8Log`: writes statistics of FP8 layers every N steps, over ranks."""
+"""`Float8Log`: logs statistics of FP8 layers over all ranks, every N steps."""
 
 import contextlib
 import math
@@ -23,32 +23,35 @@ Counts = dict[str, dict[str, float]]
 
 
 class Float8Log(contextlib.AbstractContextManager):
-    """Logs amax, scale, saturated and underflowed shares of FP8 layers.
+    """Logs amax, scale, and saturated and underflowed shares of FP8 layers.
 
-    Call `step()` after each optimizer step.
+    Call `step()` on all ranks after each optimizer step.
 
-    The first step and every N-th are measured, over all ranks and micro-batches, and the others cost nothing. The first
-    rank appends one JSON line to the file, which `fp8 watch` shows, and logs one line of text. A measured step runs
-    without `torch.compile`, a pass or two longer for each operand. Of experts, weights alone are measured.
+    The first step, and every step whose number is a multiple of `every`, is measured over all ranks and micro-batches;
+    other steps cost nothing. The first rank then appends one JSON line to the file, which `fp8 watch` shows, and logs
+    one line of text. A measured step runs without `torch.compile` and needs one or two more passes over each
+    operand. For experts, only gathered weights are measured.
 
     Args:
-        model: The converted model, sharded or not.
-        path: The file, or the folder of the run, where it is `fp8.jsonl`. Lines are appended.
-        every: Number of steps between entries.
-        scalars: Called on the first rank with all numbers by name and the step, as `wandb.log` is.
-        step: How many steps were made before, of a run that resumes.
-        group: The ranks; all by default.
+        model: Converted model, sharded or not.
+        path: File to append to, or a folder for `fp8.jsonl`.
+        every: Number of steps between entries, at least 1.
+        scalars: Function such as `wandb.log`, called on the first rank with all numbers by name and the step.
+        step: Number of steps that a resumed run has made before.
+        group: Ranks that are combined; all by default.
 
     Raises:
-        Fp8Error: The model has no FP8 layers, or `every` is less than 1.
+        Fp8Error: If the model has no FP8 layers, or `every` is less than 1.
 
     Example:
-        >>> import torch, fp8_torch_fsdp
-        >>> model = fp8_torch_fsdp.convert_to_float8_training(torch.nn.Sequential(torch.nn.Linear(64, 64)))
-        >>> log = fp8_torch_fsdp.Float8Log(model, "run", every=100)  # doctest: +SKIP
-        >>> for batch in batches:  # doctest: +SKIP
-        ...     train_step(batch)
-        ...     log.step()
+        >>> import tempfile
+        >>> model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with tempfile.TemporaryDirectory() as folder, Float8Log(model, folder, every=100) as log:
+        ...     for batch in torch.ones(3, 8, 64):
+        ...         model(batch).sum().backward()
+        ...         optimizer.step()
+        ...         line = log.step()  # text if the step was measured
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Float8Log(contextlib.AbstractContextManager):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if not any(isinstance(module, Float8Module) for module in model.modules()):
-            raise Fp8Error("The model has no FP8 layers to log. Call convert_to_float8_training(model) before.")
+            raise Fp8Error("The model has no FP8 layers to log. Call convert_to_float8_training(model) first.")
         if every < 1:
             raise Fp8Error(f"every must be 1 or more, got {every}.")
         self._model, self._every, self._steps, self._group = model, every, step, group
@@ -75,18 +78,20 @@ class Float8Log(contextlib.AbstractContextManager):
         self.close()
 
     def close(self) -> None:
-        """Stop measuring; drop unlogged statistics."""
+        """Stop measuring, and drop statistics that were not logged."""
         self._measured.close()
         self._monitor = None
 
     def step(self, step: int | None = None) -> str | None:
-        """End an optimizer step. Collective: all ranks call it after each.
+        """Record the end of an optimizer step.
+
+        Collective: call it on all ranks after each step.
 
         Args:
-            step: The number of the step that ended; one more than before by default.
+            step: Number of the step that ended; by default the previous number plus 1.
 
         Returns:
-            The line of text on the first rank, if the step was measured; else None.
+            The line of text if the step was measured, on the first rank; None otherwise.
         """
         self._steps, line = self._steps + 1 if step is None else step, None
         if self._monitor is not None:
@@ -100,15 +105,16 @@ class Float8Log(contextlib.AbstractContextManager):
 
     def _measure(self) -> None:
         self._monitor = self._measured.enter_context(Float8Monitor(self._model))
-        # compiled code would have no place for the monitor; importing the compiler costs a second
+        # Compiled code does not call the monitor. If nothing imported the compiler, there is no compiled code, and the
+        # import would cost a second.
         if "torch._dynamo" in sys.modules:
             self._measured.enter_context(torch.compiler.set_stance("force_eager"))
 
 
 def _gathered(counts: Counts, group: dist.ProcessGroup | None) -> list[Counts] | None:
-    """Return all ranks' counts on the first rank, None on others.
+    """Return the counts of all ranks on the first rank, else None.
 
-    As objects with names, because each stage of a pipeline has other layers.
+    Counts are gathered as Python objects with names, because the stages of a pipeline have different layers.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return [counts]
@@ -119,28 +125,31 @@ def _gathered(counts: Counts, group: dist.ProcessGroup | None) -> list[Counts] |
 
 
 def _merged(ranks: list[Counts] | None) -> Counts | None:
-    """Return the numbers of all ranks together, by `<layer>/<tensor>`; NaN stays NaN."""
+    """Return the combined numbers of all ranks, by `<layer>/<tensor>`; NaN remains NaN."""
     if ranks is None:
         return None
-    together: Counts = {}
+    merged: Counts = {}
     for counts in ranks:
         for name, tensor in counts.items():
-            before = together.setdefault(_tensor_name(name), {})
+            combined = merged.setdefault(_tensor_name(name), {})
             for key, number in tensor.items():
-                before[key] = number if key not in before else _combine(key, before[key], number)
-    return dict(sorted(together.items(), key=lambda entry: _numbered(entry[0])))
+                combined[key] = number if key not in combined else _combine(key, combined[key], number)
+    return dict(sorted(merged.items(), key=lambda entry: _numbered(entry[0])))
 
 
-def _combine(key: str, one: float, other: float) -> float:
+def _combine(key: str, first: float, second: float) -> float:
     if key in COUNTS or key == "elements":
-        return one + other
-    if math.isnan(one) or math.isnan(other):
+        return first + second
+    if math.isnan(first) or math.isnan(second):
         return math.nan
-    return min(one, other) if key == "scale" else max(one, other)
+    return min(first, second) if key == "scale" else max(first, second)
 
 
 def _tensor_name(name: str) -> str:
-    """Return an operand's `<layer>/<tensor>`, or a gathered weight's `<layer>.<weight>/wire`."""
+    """Return `<layer>/<tensor>` for a name of `Float8Monitor`, without prefixes of wrappers.
+
+    The name of a gathered weight, `<layer>.<weight>/wire`, becomes `<layer>/<weight>`.
+    """
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     name = name.removeprefix("module.")
@@ -151,7 +160,7 @@ def _tensor_name(name: str) -> str:
 
 
 def _numbered(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts layer 10 behind layer 9."""
+    """Return a sort key that places layer 10 after layer 9."""
     layer, _, tensor = name.rpartition("/")
     return [*((int(part), "") if part.isdigit() else (-1, part) for part in layer.split(".")), (-2, tensor)]
 

@@ -88,7 +88,7 @@ def write_what_fits(rank):
 
 
 def write_what_does_not_fit(rank):
-    with pytest.raises((RuntimeError, ValueError), match=r"2\.weight was changed inside of the forward"):
+    with pytest.raises((RuntimeError, ValueError), match=r"2\.weight was modified during the forward"):
         write_in_the_forward(4.0)
     return True
 

@@ -63,7 +63,7 @@ def test_data_that_is_set_is_computed_with(change, recipe):
 @pytest.mark.parametrize("value", [torch.zeros(8, 24), torch.zeros(24, 24, dtype=torch.int32)])
 def test_data_of_another_form_raises(value):
     low = converted(two_layers())
-    with pytest.raises(Fp8Error, match="can be set to a plain tensor like it"):
+    with pytest.raises(Fp8Error, match="can only be set to a plain tensor of the same shape"):
         low[0].weight.data = value
 
 

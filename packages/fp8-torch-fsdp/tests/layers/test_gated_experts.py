@@ -163,7 +163,7 @@ def test_under_autocast_inputs_are_bfloat16():
 def test_what_does_not_fit_raises():
     x, ends = torch.randn(4, FEATURES).bfloat16(), torch.tensor([1, 2, 3, 4])
     module = low("rowwise", apart=True)
-    with pytest.raises(Fp8Error, match="'other' is no weight"):
+    with pytest.raises(Fp8Error, match="'other' is not a weight"):
         module.grouped_swiglu("other", "down", x, ends)
     with pytest.raises(Fp8Error, match="of as many features each as down takes"):
         module.grouped_swiglu("gate", "down", x, ends)

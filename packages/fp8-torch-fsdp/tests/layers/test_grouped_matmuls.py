@@ -129,7 +129,7 @@ REFUSED = [
     ((X, ENDS.to("meta")), Fp8Error, "on meta"),
     ((X[:, :15], ENDS), Fp8Error, r"expects \[\.\.\., 16\] as input, got \(6, 15\)"),
     ((X.view(2, 3, 16), ENDS), Fp8Error, r"must be a matrix \[rows, features\], got \(2, 3, 16\)"),
-    (("other", X, ENDS), Fp8Error, "'other' is no weight of this module"),
+    (("other", X, ENDS), Fp8Error, "'other' is not a weight of this module"),
 ]
 
 

@@ -292,12 +292,12 @@ def test_settled_scales_give_the_numbers_of_scales_that_are_looked_at_in_every_s
     settled, got = trained()
     assert settled.fp8_input.always_ready
     assert not settled.fp8_weight.always_ready, "the amax of a weight is looked at in every forward"
-    monkeypatch.setattr(sync, "SETTLES_AFTER", 0)
+    monkeypatch.setattr(sync, "MAX_READY_READS", 0)
     looked_at, want = trained()
     assert not looked_at.fp8_input.always_ready
     assert got == want
     assert unlike(whole(settled), whole(looked_at)) == []
-    assert copy.deepcopy(settled).fp8_input.settled
+    assert copy.deepcopy(settled).fp8_input.ready_on_host
     # a checkpoint may be of a model that was not trained
     f8.DelayedState(settled).load_state_dict(f8.DelayedState(layer()).state_dict())
     settled.load_state_dict(layer().state_dict())

@@ -13,7 +13,7 @@ from fp8_common import Fp8StaleError
 from fp8_common.torch_layers.sharding import gathered
 from fp8_torch_fsdp.scales import sync
 from fp8_torch_fsdp.scales.forwards import Forwards
-from fp8_torch_fsdp.scales.weight import Sent
+from fp8_torch_fsdp.scales.weight import CodeSnapshot
 from tests.helpers.fsdp_models import DIM, Mixture, mesh_of
 from tests.helpers.fsdp_situations import RECOMPUTE, SITUATIONS, WIDTH, Setting
 from tests.helpers.fsdp_training import batch
@@ -208,7 +208,7 @@ def test_a_write_between_two_uses_of_a_module_belongs_to_the_second(rank):
 
 @on_ranks(2)
 def test_a_second_set_of_codes_lives_only_while_a_backward_waits_for_it(rank):
-    made, before = [], Sent.__init__
+    made, before = [], CodeSnapshot.__init__
 
     def remember(self, weight, number, codes):
         before(self, weight, number, codes)
@@ -218,7 +218,7 @@ def test_a_second_set_of_codes_lives_only_while_a_backward_waits_for_it(rank):
         return sum(one.nbytes() for ref in made if (one := ref()) is not None) / one_set
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sent, "__init__", remember)
+        patch.setattr(CodeSnapshot, "__init__", remember)
         setting = Setting(recipe="tensorwise", rank=rank, warm=2)
         model = setting.build()
         one_set = sum(p.numel() for p in model.parameters()) // 2  # one byte for each element of a shard

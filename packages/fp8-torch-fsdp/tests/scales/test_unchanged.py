@@ -83,7 +83,7 @@ def test_weights_that_no_rank_gathers_are_cast_once(recipe, monkeypatch):
         model = converted(seeded(two_layers), recipe)
         counts.clear()
         found[window] = train(model, window=window), len(counts)
-        assert all(matmul.weight.held is None for layer in (model[0], model[2]) for matmul in layer.fp8.values())
+        assert all(matmul.weight.held_codes is None for layer in (model[0], model[2]) for matmul in layer.fp8.values())
     assert same(found[False][0], found[True][0])
     assert (found[False][1], found[True][1]) == (2 * 2 * MICROS, 2 * 2)
 
@@ -141,6 +141,6 @@ def test_windows_nest_and_a_step_of_another_model_passes():
     with f8.weights_unchanged(model):
         with f8.weights_unchanged(model[0]):
             loss_of(other, batch(0, 0, (8, 24))).backward()
-        assert model[0].fp8["weight"].weight.stands
+        assert model[0].fp8["weight"].weight.declared_unchanged
         optimizer.step()
-    assert not model[0].fp8["weight"].weight.stands
+    assert not model[0].fp8["weight"].weight.declared_unchanged

@@ -91,7 +91,7 @@ def test_trains_alike(rank, full, name):
 def test_tied_weights_share_shard_and_scale(rank):
     models = [place(low(make=Tied), mesh=mesh_of()) for place in (f8.fully_shard_traceable, fully_shard)]
     assert models[0].a._parameters["weight"] is models[0].b._parameters["weight"]
-    assert models[0].a.distribution.weight is models[0].b.distribution.weight
+    assert models[0].a.fp8_strategy.weight is models[0].b.fp8_strategy.weight
     for model in models:
         loss_of(model, tokens(rank)).backward()
     for own, wanted in zip(*(model.parameters() for model in models), strict=True):
@@ -181,7 +181,7 @@ def test_refusals_say_what_to_do_on_all_ranks(rank):
         "attend is an nn.MultiheadAttention": lambda: f8.fully_shard_traceable(
             nn.ModuleDict({"attend": nn.MultiheadAttention(16, 2)})
         ),
-        "gathers of fully_shard alone": lambda: f8.fully_shard_traceable(
+        "which only fully_shard gathers": lambda: f8.fully_shard_traceable(
             converted(nn.Sequential(nn.Linear(32, 32)), "mxfp8")
         ),
         "fully_shard_traceable replaced them": early.step,

@@ -1,1 +1,1 @@
-"""The weight that FSDP2 gathers in FP8, and its state dicts."""
+"""FP8 all-gathers of FSDP2: sharded weights, their state dicts, and MX gathers."""

@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallel` (FSDP1), which cannot gather FP8 weights."""
+"""`raise_if_fsdp1`: rejects `FullyShardedDataParallel`, which cannot gather FP8 weights."""
 
 import torch
 
@@ -6,11 +6,11 @@ from fp8_common import Fp8Error
 from fp8_torch_fsdp._compat import is_of_fsdp1
 
 
-def refuse_fsdp1(weight: torch.Tensor) -> None:
-    """Raise on all ranks if FSDP1 holds a weight.
+def raise_if_fsdp1(weight: torch.Tensor) -> None:
+    """Raise an error if FSDP1 holds a weight, on all ranks.
 
     Raises:
-        Fp8Error: It is one.
+        Fp8Error: If `FullyShardedDataParallel` has flattened the weight.
     """
     if is_of_fsdp1(weight):
         raise Fp8Error(

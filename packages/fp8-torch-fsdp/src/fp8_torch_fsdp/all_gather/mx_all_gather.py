@@ -1,8 +1,8 @@
 """`Float8AllGather`: an FSDP2 all-gather that sends matrices as MX codes.
 
-A matrix is sent as E4M3 codes with one E8M0 byte for 32 consecutive values of a row, where a row is everything after
-the first dimension. It is received as values in the dtype that FSDP2 gathers. Each rank computes scales from its shard
-and sends them with the codes: no agreement between ranks and no record of writes is needed.
+A matrix is sent as E4M3 codes with one E8M0 byte per 32 consecutive values of a row, where a row contains all
+dimensions after the first. It is decoded to the dtype that FSDP2 gathers. Each rank computes scales from its shard and
+sends them with the codes, so the ranks need no shared scales, and writes to weights need not be tracked.
 """
 
 import dataclasses
@@ -21,22 +21,22 @@ from fp8_common.torch_layers.sharding.fsdp import Shard
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 
 MODE = "rceil"
-"""How scales are rounded: up, so that nothing saturates."""
+"""Rounding mode of the scales: up, so that no value saturates."""
 _FIRST_NORMAL = 1 << E4M3.mantissa_bits
-"""The smallest code of a normal number."""
+"""Smallest code of a positive normal number."""
 
 
 class Float8AllGather:
-    """All-gather of an FSDP2 parameter group, partly as MX codes.
+    """All-gather of an FSDP2 parameter group that sends matrices as MX codes.
 
     Args:
-        before: The group's all-gather until now, which moves the bytes.
-        params: The group's parameters in the order of FSDP2.
+        before: All-gather that the group used before, which sends the bytes.
+        params: Parameters of the group, in FSDP2's order.
         compressed: Whether each parameter is sent as codes.
 
     Attributes:
-        before: As given.
-        matrices: The parameters that are sent as codes.
+        before: All-gather that the group used before.
+        matrices: Parameters that are sent as codes.
     """
 
     def __init__(self, before: Any, params: Sequence[Shard], compressed: Sequence[bool]) -> None:
@@ -49,25 +49,25 @@ class Float8AllGather:
         return {id(param.local): coded_bytes(param.parameter.shape) for param in self.matrices}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised buffer, which FSDP2 fills."""
+        """Return an uninitialized buffer, which FSDP2 fills."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Fill `output_tensor` with the data of all ranks, identical everywhere.
+        """Fill `output_tensor` with the parameters of all ranks.
 
-        Ordered on the current stream.
+        The result is identical on all ranks, and ordered on the current stream.
 
         Args:
-            output_tensor: [n * m], of the dtype of the input.
-            input_tensor: [m], a part of it: this rank's shards, padded, in the dtype that FSDP2 gathers; uint8 if
-                dtypes differ, as in groups with weights gathered as codes.
+            output_tensor: [n * m], in the dtype of the input.
+            input_tensor: [m]: this rank's padded shards in the dtype that FSDP2 gathers; uint8 if dtypes differ, as in
+                groups with FP8 layers.
             group: The n ranks.
-            async_op: Makes no difference: nothing is left to wait for.
+            async_op: Passed to the previous all-gather, which is completed before this call returns.
 
         Raises:
-            Fp8Error: The buffer does not hold the parameters that the group has.
+            Fp8Error: If the size of the buffer does not match the parameters of the group.
         """
         local_bytes, ranks = input_tensor.view(torch.uint8), group.size()
         parts = [_Part.of(param, is_compressed) for param, is_compressed in self._params]
@@ -75,18 +75,18 @@ class Float8AllGather:
         if sum(sizes) != local_bytes.numel():
             named = ", ".join(f"{param.full_name} {tuple(param.padded_shape)}" for param, _ in self._params)
             raise Fp8Error(
-                f"FSDP2 gathers {local_bytes.numel()} bytes of each rank where {sum(sizes)} were expected, of {named}. "
+                f"FSDP2 gathers {local_bytes.numel()} bytes per rank, expected {sum(sizes)} for {named}. "
                 "Call remove() before parameters change, and compress_communication afterwards."
             )
-        message = torch.cat([part.pack(own) for part, own in zip(parts, local_bytes.split(sizes), strict=True)])
+        message = torch.cat([part.pack(data) for part, data in zip(parts, local_bytes.split(sizes), strict=True)])
         received = self.before.allocate((ranks * message.numel(),), dtype=torch.uint8, device=message.device)
         work = self.before(output_tensor=received, input_tensor=message, group=group, async_op=async_op)
         if isinstance(work, dist.Work):
             work.wait()
-        arrived = received.view(ranks, -1).split([part.sent for part in parts], dim=1)
+        messages = received.view(ranks, -1).split([part.sent for part in parts], dim=1)
         targets = output_tensor.view(torch.uint8).view(ranks, -1).split(sizes, dim=1)
-        for part, own, target in zip(parts, arrived, targets, strict=True):
-            target.copy_(part.unpack(own))
+        for part, data, target in zip(parts, messages, targets, strict=True):
+            target.copy_(part.unpack(data))
 
 
 def coded_bytes(shape: torch.Size) -> int:
@@ -100,10 +100,10 @@ class _Part:
     """One parameter's part of a rank's message.
 
     Attributes:
-        dtype: That of its values in FSDP2's buffer.
-        nbytes: Bytes that they have there.
+        dtype: dtype of the values in FSDP2's buffer.
+        nbytes: Bytes of the values in FSDP2's buffer.
         sent: Bytes that are sent.
-        columns: Length of a row of a matrix sent as codes; 0 for data sent unchanged.
+        columns: Length of a row of a matrix sent as codes; 0 for data that is sent unchanged.
     """
 
     dtype: torch.dtype
@@ -112,30 +112,32 @@ class _Part:
     columns: int
 
     @classmethod
-    def of(cls, param: Shard, chosen: bool) -> "_Part":
+    def of(cls, param: Shard, is_compressed: bool) -> "_Part":
         rows, columns = param.padded_shape[0], math.prod(param.padded_shape[1:])
         local, size = param.local, rows * columns
         dtype = torch.uint8 if isinstance(local, ShardedFloat8Weight) else param.wire_dtype
         is_mx = dtype == torch.uint8 and local.fp8_weight.grid.is_mx
         nbytes = coded_bytes(param.padded_shape) if is_mx else size * dtype.itemsize
-        return cls(dtype, nbytes, coded_bytes(param.padded_shape) if chosen else nbytes, columns if chosen else 0)
+        if not is_compressed:
+            return cls(dtype, nbytes, nbytes, 0)
+        return cls(dtype, nbytes, coded_bytes(param.padded_shape), columns)
 
-    def pack(self, own: Tensor) -> Tensor:
-        """Return uint8 [sent] of uint8 [nbytes]."""
+    def pack(self, data: Tensor) -> Tensor:
+        """Convert data in FSDP2's buffer, uint8 [nbytes], to the message, uint8 [sent]."""
         if not self.columns:
-            return own
-        # copied if bytes of other parameters misalign it
-        own = own if own.storage_offset() % self.dtype.itemsize == 0 else own.clone()
-        cast = quantize_mx(own.view(self.dtype).view(-1, self.columns), E4M3, MODE)
+            return data
+        # The bytes of other parameters can misalign the data for its dtype.
+        data = data if data.storage_offset() % self.dtype.itemsize == 0 else data.clone()
+        cast = quantize_mx(data.view(self.dtype).view(-1, self.columns), E4M3, MODE)
         return torch.cat([part.view(torch.uint8).view(-1) for part in cast])
 
-    def unpack(self, arrived: Tensor) -> Tensor:
-        """Return uint8 [ranks, nbytes] of uint8 [ranks, sent]."""
+    def unpack(self, messages: Tensor) -> Tensor:
+        """Convert messages, uint8 [ranks, sent], to data, uint8 [ranks, nbytes]."""
         if not self.columns:
-            return arrived
-        size, ranks = self.nbytes // self.dtype.itemsize, len(arrived)
-        codes = arrived[:, :size].reshape(-1, self.columns)
-        scales = arrived[:, size:].reshape(len(codes), -1)
+            return messages
+        size, ranks = self.nbytes // self.dtype.itemsize, len(messages)
+        codes = messages[:, :size].reshape(-1, self.columns)
+        scales = messages[:, size:].reshape(len(codes), -1)
         return dequantize_mx(codes, scales, E4M3, self.dtype).view(ranks, -1).view(torch.uint8)
 
 
@@ -144,12 +146,12 @@ class MatrixGatherStats:
     """Rounding error and bytes of the gather of one matrix.
 
     Attributes:
-        name: Its name in the model.
-        shape: Its whole shape.
-        bytes: Bytes of one gather of it, from all ranks, padding included.
-        below_normal: Which share of its values that are not 0 have codes below E4M3's normal range: they have fewer
-            than three bits behind the point.
-        error: Norm of the rounding error over the norm of the matrix.
+        name: Name of the matrix in the model.
+        shape: Shape of the whole matrix.
+        bytes: Bytes of one gather, of all ranks together, with padding.
+        below_normal: Share of the non-zero values with codes below E4M3's normal range, which have fewer than three
+            mantissa bits.
+        error: Norm of the rounding error divided by the norm of the matrix.
     """
 
     name: str
@@ -160,9 +162,9 @@ class MatrixGatherStats:
 
     @classmethod
     def of(cls, name: str, param: Shard) -> "MatrixGatherStats":
-        """Return the statistics of the current weight.
+        """Compute the statistics of the current values.
 
-        All ranks call it, for one all-reduce of four numbers.
+        Collective: all ranks of the mesh call it. It runs one all-reduce of four numbers.
         """
         values = param.local.detach().to(param.device, param.wire_dtype).flatten(1)
         numbers = torch.zeros(4, dtype=torch.float64, device=param.device)

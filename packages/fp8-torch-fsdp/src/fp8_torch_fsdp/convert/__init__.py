@@ -1,1 +1,1 @@
-"""Conversion of models: selection of layers, FP8 modules, and reports."""
+"""Conversion of models: selection of layers, change of their classes, and reports."""

@@ -1,4 +1,4 @@
-"""`convert_to_float8_training` and `unconvert`."""
+"""`convert_to_float8_training` and `unconvert`: convert models to FP8 and back."""
 
 import logging
 import sys
@@ -16,7 +16,7 @@ from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.config import Float8LinearConfig
 from fp8_torch_fsdp.convert import encoder_fast_path
 from fp8_torch_fsdp.convert.expert_layouts import CONV1D, ExpertLayout, is_conv1d, layout_of
-from fp8_torch_fsdp.convert.replace_parameter import refuse_replaced, replaced_by
+from fp8_torch_fsdp.convert.replace_parameter import raise_if_replaced, replaced_by
 from fp8_torch_fsdp.convert.report import report_with
 from fp8_torch_fsdp.convert.roles import NO_EXPERTS, Roles, roles_of, users_of_parameters
 from fp8_torch_fsdp.convert.select import ModuleSelection, select, why_left
@@ -25,7 +25,7 @@ from fp8_torch_fsdp.layers.linear import LINEAR, Float8Linear
 from fp8_torch_fsdp.layers.module import Float8Module, scale_name, to_fp8, to_original
 from fp8_torch_fsdp.scales.delayed import delayed_scales
 from fp8_torch_fsdp.scales.model_hooks import forget_sync, synchronize_before_forward
-from fp8_torch_fsdp.tensor_parallel.placed import distribution_of
+from fp8_torch_fsdp.tensor_parallel.placed import strategy_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,44 +43,49 @@ def convert_to_float8_training(
 ) -> nn.Module:
     """Convert linear layers and stacked experts of `model` to FP8, in place.
 
-    Call it before `fully_shard`.
-
-    Linear layers are `nn.Linear` and Transformers' `Conv1D`; experts of Transformers and torchtitan are known. Adapters
-    (`lora_A`, `lora_B`) and output heads stay in high precision. One line, logged as a warning on rank 0 to be visible,
-    lists converted and remaining layers and output heads; so does `float8_report`.
+    Call it before `fully_shard`, and create the optimizer afterwards. The call converts `nn.Linear`, Transformers'
+    `Conv1D`, and the experts of Transformers and torchtitan. Adapters (`lora_A`, `lora_B`), routers and output heads
+    remain in high precision by default. Rank 0 logs one line about converted and remaining layers and output heads, as
+    a warning, so that it is visible; `float8_report` returns the details.
 
     Args:
-        model: Any module, a linear layer too.
-        misplaced: Nothing; other arguments have names.
-        config: How to cast and gather; or
-        recipe: a recipe instead: a name ("tensorwise" by default), a `Recipe`, or its dictionary.
-        module_filter_fn: Called with (layer, fully qualified name); False leaves the layer unchanged. Or `Rules` over
-            layer names, which may select a custom recipe for each layer. Modules of experts are passed like layers.
-        experts: How other classes of experts keep their weights and compute.
-        routers: Whether to convert the layers that choose the experts of each token; they stay in high precision by
-            default.
-        heads: Convert output heads too, see `float8_report`. The weight of one that is an embedding's too is gathered
-            in high precision, as the embedding needs it.
-        unknown: Nothing; the error names the argument that was meant.
+        model: Module to convert; may itself be a linear layer.
+        misplaced: Not accepted; raises an error. Pass all arguments except the model by name.
+        config: Configuration of casts, matmuls and gathers. Alternative to `recipe`.
+        recipe: Name of a recipe ("tensorwise" by default), a `Recipe`, or its dictionary. Alternative to `config`.
+        module_filter_fn: Function of (layer, fully qualified name) that returns False for layers to leave unchanged; or
+            `Rules` over names, which can select a recipe for each layer. Both apply to modules of experts, too.
+        experts: Layouts of other classes of experts.
+        routers: Whether to convert routers, the layers that choose the experts of each token.
+        heads: Whether to convert output heads, see `float8_report`. A weight that a head shares with an embedding is
+            still gathered in high precision.
+        unknown: Not accepted; raises an error that suggests the right name.
 
     Returns:
-        `model`. Its modules stay the same objects, of a class that is also their former one. Weights that are gathered
-        in FP8 become new parameters, with the gradient, hooks and attributes of the old ones: make the optimizer
-        afterwards.
+        `model`. Its modules remain the same objects; their new classes are subclasses of their former ones. Weights
+        gathered in FP8 become new parameters with the gradient, hooks and attributes of the old ones.
 
     Raises:
-        Fp8Error: torchao's configuration, contradictory choices, a layer already sharded, a parametrized layer that the
-            filter does not exclude, a weight that an earlier call has replaced elsewhere, experts that differ from
-            their layout, a model without anything to convert, or Accelerate with `mixed_precision="fp8"`.
+        Fp8Error: If arguments are unknown or contradict each other, `config` is of another library, nothing can be
+            converted, a layer is already sharded, the weight of a selected layer is parametrized or was replaced in
+            another module by an earlier call, experts do not match their layout, or Accelerate runs with
+            `mixed_precision="fp8"`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> model = convert_to_float8_training(model, recipe="rowwise")
+        >>> model[0]
+        Float8Linear(in_features=64, out_features=256, bias=True, fp8=dynamic rowwise e4m3, all_gather=fp8)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
     """
-    _refuse_arguments(misplaced, unknown)
-    _refuse_fp8_of_accelerate()
-    config = _choose(config, recipe)
+    _check_arguments(misplaced, unknown)
+    _check_accelerate_precision()
+    config = _resolve_config(config, recipe)
     roles = roles_of(model, experts)
-    wide = roles.reasons(routers=routers, heads=heads)
-    selected, left = select(model, module_filter_fn, config, experts, wide)
+    excluded = roles.reasons(routers=routers, heads=heads)
+    selected, left = select(model, module_filter_fn, config, experts, excluded)
     if not selected:
-        _refuse_unless_converted(model, config, roles, left)
+        _raise_unless_converted(model, config, roles, left)
         return model
     if any(shard.module in selected for shard in shards(model)):
         raise Fp8Error(
@@ -91,7 +96,7 @@ def convert_to_float8_training(
     if config.all_gather:
         for name, parameter in model.named_parameters():
             if users[id(parameter)][0][0] in selected:
-                refuse_replaced(parameter, name)
+                raise_if_replaced(parameter, name)
     for module, layer_config in selected.items():
         _convert(module, layer_config, experts)
     if config.all_gather:
@@ -108,21 +113,30 @@ def convert_to_float8_training(
 def unconvert(model: nn.Module) -> nn.Module:
     """Restore the original classes of FP8 layers and experts, in place.
 
-    Call it on models that are not sharded.
+    The model must not be sharded.
+
+    Args:
+        model: Converted model, or a part of it that shares no converted weight with other parts.
 
     Returns:
         `model`, with plain weights that share the storage of the FP8 layers' weights. Ties, hooks, subclasses,
         attributes and gradients are kept.
 
     Raises:
-        Fp8Error: The model is sharded; save a state dict and load it into a new model instead.
+        Fp8Error: If the model is sharded, or a weight was replaced in another module by an earlier call.
+
+    Example:
+        >>> model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)))
+        >>> model = unconvert(model)
+        >>> model[0]
+        Linear(in_features=64, out_features=64, bias=True)
     """
     converted = [module for module in model.modules() if isinstance(module, Float8Module)]
     if any(isinstance(module._parameters.get(name), DTensor) for module in converted for name in module.fp8):
         raise Fp8Error("Cannot unconvert a sharded model. Load its state dict into an unconverted one instead.")
     for module in converted:
         for name in module.fp8:
-            refuse_replaced(module._parameters[name], name)
+            raise_if_replaced(module._parameters[name], name)
     plain: dict[int, tuple[Any, nn.Parameter]] = {}
     forget_sync(model)
     for module in converted:
@@ -130,7 +144,7 @@ def unconvert(model: nn.Module) -> nn.Module:
             weight: Any = module._parameters[name]
             if isinstance(weight, ShardedFloat8Weight):
                 if id(weight) not in plain:
-                    # the old one too, so that no other parameter gets its id
+                    # The old weight is kept alive, so that no other parameter gets its id.
                     plain[id(weight)] = weight, replaced_by(weight, weight.plain, "unconvert")
                 module._parameters[name] = plain[id(weight)][1]
         to_original(module)
@@ -139,13 +153,10 @@ def unconvert(model: nn.Module) -> nn.Module:
     return model
 
 
-def _refuse_unless_converted(
+def _raise_unless_converted(
     model: nn.Module, config: Float8LinearConfig, roles: Roles, left: Mapping[str, str]
 ) -> None:
-    """Raise if nothing can be converted, unless the model already is.
-
-    It must have been converted with this configuration.
-    """
+    """Raise unless the model was converted with this configuration before."""
     done = [module for module in model.modules() if isinstance(module, Float8Module)]
     if done and all(module.fp8_config == config for module in done):
         logger.warning("FP8: nothing to convert, %d layers are FP8 layers of this recipe already.", len(done))
@@ -158,14 +169,14 @@ def _refuse_unless_converted(
     )
 
 
-def _refuse_arguments(misplaced: tuple, unknown: Mapping[str, Any]) -> None:
-    """Validate that arguments are named and exist."""
+def _check_arguments(misplaced: tuple, unknown: Mapping[str, Any]) -> None:
+    """Raise for positional arguments besides the model, and for unknown names."""
     if misplaced:
         raise Fp8Error(
-            f"convert_to_float8_training takes one positional argument, the model; got {misplaced[0]!r} besides. Name "
+            f"convert_to_float8_training takes one positional argument, the model; also got {misplaced[0]!r}. Name "
             f"the others: convert_to_float8_training(model, recipe={misplaced[0]!r})."
             if isinstance(misplaced[0], str | Recipe)
-            else f"convert_to_float8_training takes one positional argument, the model; got {misplaced[0]!r} besides. "
+            else f"convert_to_float8_training takes one positional argument, the model; also got {misplaced[0]!r}. "
             "Name the others: config=, recipe=, module_filter_fn=, experts=, routers=, heads=."
         )
     if unknown:
@@ -179,8 +190,8 @@ def _refuse_arguments(misplaced: tuple, unknown: Mapping[str, Any]) -> None:
         raise Fp8Error(f"convert_to_float8_training has no argument {name!r}. {advice}")
 
 
-def _refuse_fp8_of_accelerate() -> None:
-    """Raise if Accelerate's `prepare` would silently replace the FP8 layers."""
+def _check_accelerate_precision() -> None:
+    """Raise if Accelerate's `prepare` would replace the FP8 layers."""
     state: Any = sys.modules.get("accelerate.state")
     if state is None:
         return
@@ -191,16 +202,19 @@ def _refuse_fp8_of_accelerate() -> None:
     if precision == "fp8":
         raise Fp8Error(
             "Accelerate runs with mixed_precision='fp8': its `prepare` would replace the FP8 layers by layers of "
-            "torchao or TransformerEngine. Launch with `accelerate launch --mixed_precision bf16`, or make the "
+            "torchao or TransformerEngine. Launch with `accelerate launch --mixed_precision bf16`, or create the "
             "Accelerator with mixed_precision='bf16'."
         )
 
 
-def _choose(config: Float8LinearConfig | None, recipe: str | Recipe | Mapping[str, Any] | None) -> Float8LinearConfig:
+def _resolve_config(
+    config: Float8LinearConfig | None, recipe: str | Recipe | Mapping[str, Any] | None
+) -> Float8LinearConfig:
+    """Return the configuration that `config` or `recipe` selects."""
     if config is not None and recipe is not None:
         raise Fp8Error(f"Pass config or recipe, not both; got recipe={recipe!r} and a config.")
     if config is not None and not isinstance(config, Float8LinearConfig):
-        advice = "Make one of those"
+        advice = "Create one"
         if isinstance(config, str | Recipe | Mapping):
             advice = f"Pass recipe={config!r}"
         elif type(config).__module__.startswith("torchao."):
@@ -216,12 +230,12 @@ def _choose(config: Float8LinearConfig | None, recipe: str | Recipe | Mapping[st
 
 
 def _convert(module: Any, config: Float8LinearConfig, experts: Mapping[type, ExpertLayout]) -> None:
-    """Change the class of one module."""
+    """Change the class of one module, and the strategy of distributed layers."""
     if isinstance(module, nn.Linear):
         to_fp8(module, Float8Linear, LINEAR, config)
         layer: Any = module
         if isinstance(layer.weight, DTensor):
-            layer.distribute(distribution_of(layer.weight, has_bias=layer.bias is not None))
+            layer.set_strategy(strategy_of(layer.weight, has_bias=layer.bias is not None))
     elif is_conv1d(module):
         to_fp8(module, Float8Module, CONV1D, config)
     elif (layout := layout_of(module, experts)) is not None:
@@ -232,8 +246,8 @@ def _wrap_weights(converted: Collection[Any], users: Mapping[int, list[tuple[nn.
     """Wrap weights used only by FP8 modules; ties share one wrapper.
 
     Args:
-        converted: The modules whose class has changed.
-        users: The modules that have each parameter.
+        converted: Modules whose class was changed.
+        users: Modules that hold each parameter, with its name, by id of the parameter.
     """
     wrapped: dict[int, tuple[nn.Parameter, nn.Parameter, Any]] = {}
     for module in converted:
@@ -241,13 +255,13 @@ def _wrap_weights(converted: Collection[Any], users: Mapping[int, list[tuple[nn.
             continue
         for name, matmul in module.fp8.items():
             weight = module._parameters[name]
-            # Another kind of layer that uses it would multiply by rounded values.
+            # A layer of another kind that uses the weight would compute with rounded values.
             if not all(user in converted for user, _ in users[id(weight)]):
                 logger.info("FP8: a weight shared with other layers is gathered in high precision.")
                 continue
             if id(weight) not in wrapped:
-                known = matmul.weight
-                data = map_local(weight.detach(), lambda own, known=known: ShardedFloat8Weight(own.detach(), known))
+                state = matmul.weight
+                data = map_local(weight.detach(), lambda local, state=state: ShardedFloat8Weight(local.detach(), state))
                 new = replaced_by(weight, data, "convert_to_float8_training")
                 wrapped[id(weight)] = weight, new, matmul
             _, new, first = wrapped[id(weight)]
@@ -256,7 +270,7 @@ def _wrap_weights(converted: Collection[Any], users: Mapping[int, list[tuple[nn.
                     f"Layers share a weight and cast it in different ways: {first.config.weight} and "
                     f"{matmul.config.weight}. Convert both with one recipe."
                 )
-            # Not by `setattr`, which runs the registration hooks of the process.
+            # Not `setattr`, which runs the process-wide hooks on new parameters.
             module._parameters[name] = new
             matmul.weight = first.weight
             if first.weight.delayed is not None and first is not matmul:
@@ -265,17 +279,17 @@ def _wrap_weights(converted: Collection[Any], users: Mapping[int, list[tuple[nn.
 
 
 def _log(model: nn.Module, converted: Collection[nn.Module], roles: Roles, left: Mapping[str, str]) -> None:
-    """Log the conversion on rank 0, as a warning to be visible.
+    """Log a summary on rank 0, as a visible warning.
 
-    Names of other layers are logged as INFO.
+    Other ranks, and names of remaining layers, are logged as INFO.
     """
     logger.info("FP8:%s", why_left(left) or " every linear layer was converted.")
     experts = sum(isinstance(module, Float8Experts) for module in converted)
-    what = f"{len(converted) - experts} linear layers" + f" and {experts} modules of experts" * bool(experts)
+    summary = f"{len(converted) - experts} linear layers" + f" and {experts} modules of experts" * bool(experts)
     if delayed_scales(model):
-        what += " with delayed scaling, whose state DelayedState(model) saves"
-    # Before the first process group only the launcher knows the rank.
+        summary += " with delayed scaling, whose state DelayedState(model) saves"
+    # Without a process group, the rank is known from the launcher's environment only.
     rank = dist.get_rank() if dist.is_initialized() else dist.get_node_local_rank(fallback_rank=0)
-    # A layer that is converted alone is one of many.
-    seen = rank == 0 and model not in converted
-    logger.log(logging.WARNING if seen else logging.INFO, "FP8: %s. %s", what, report_with(roles, model).headline)
+    # A single layer is probably one of many that the user converts one by one: no warning for each.
+    visible = rank == 0 and model not in converted
+    logger.log(logging.WARNING if visible else logging.INFO, "FP8: %s. %s", summary, report_with(roles, model).headline)

@@ -1,4 +1,7 @@
-"""Replace parameters, and keep their gradient, hooks and attributes."""
+"""`replaced_by`: builds new parameters from old ones; `raise_if_replaced`: checks ties.
+
+A new parameter has the gradient, hooks and attributes of the old one.
+"""
 
 import torch
 from torch import nn
@@ -6,7 +9,7 @@ from torch import nn
 from fp8_common import Fp8Error
 from fp8_common.torch_layers.sharding.replaced import MARK, mark_replaced
 
-_OWN = {"plain", "info", MARK}
+_NOT_COPIED = {"plain", "info", MARK}
 """Attributes of an FP8 wrapper, and the mark of a replaced parameter."""
 
 
@@ -14,37 +17,39 @@ def replaced_by(parameter: torch.Tensor, data: torch.Tensor, call: str) -> nn.Pa
     """Return a parameter of `data` with `parameter`'s gradient, hooks and attributes.
 
     Args:
-        parameter: The one that the model holds until now. An optimizer that steps it raises from now on.
-        data: Tensor of the new parameter; its values equal `parameter`'s.
-        call: The call that replaces it, for errors.
+        parameter: Parameter that the model held before. Optimizers that hold it raise at their next step.
+        data: Tensor of the new parameter, with the values of `parameter`.
+        call: Name of the call that replaces it, for errors.
     """
     new = nn.Parameter(data, requires_grad=parameter.requires_grad)
     for name, value in vars(parameter).items():
-        if name not in _OWN:
+        if name not in _NOT_COPIED:
             setattr(new, name, value)
-    # set on the parameter itself and not in its `__dict__`, so not among the attributes above
+    # Gradient and hooks are not in the parameter's `__dict__`.
     new.grad = parameter.grad
-    for attached in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        # the dictionary itself: handles that users hold still remove their hooks
-        if getattr(parameter, attached, None):
-            setattr(new, attached, getattr(parameter, attached))
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        # The dictionaries are shared, so that the users' handles can still remove their hooks.
+        if getattr(parameter, hooks, None):
+            setattr(new, hooks, getattr(parameter, hooks))
     mark_replaced(parameter, call)
     return new
 
 
-def refuse_replaced(parameter: torch.Tensor | None, name: str) -> None:
-    """Raise if another module's weight was replaced, which would break the tie.
+def raise_if_replaced(parameter: torch.Tensor | None, name: str) -> None:
+    """Raise if an earlier call replaced a weight in another module.
+
+    The two modules shared the weight; converting it again would separate them.
 
     Args:
-        parameter: A weight that is about to be converted.
-        name: Its name, for the error.
+        parameter: Weight to convert.
+        name: Name of the weight, for the error.
 
     Raises:
-        Fp8Error: An earlier call has replaced it elsewhere.
+        Fp8Error: If an earlier call replaced it.
     """
     call = getattr(parameter, MARK, None)
     if call is not None:
         raise Fp8Error(
-            f"{name} is shared with a layer for which {call} has made a new weight in an earlier call, so the two are "
-            "no longer one. Convert the module that holds both in one call."
+            f"{name} is shared with a layer whose weight an earlier call of {call} has replaced, so the layers no "
+            "longer share it. Convert the module that contains both layers in one call."
         )

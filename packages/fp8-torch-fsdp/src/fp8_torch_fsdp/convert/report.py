@@ -27,21 +27,22 @@ UNKNOWN_EXPERTS = "3-D, matmuls unknown: describe them with experts={class: Expe
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WeightReport:
-    """One parameter.
+    """Report on one parameter.
 
     Attributes:
         name: Fully qualified name.
         shape: Shape of the whole parameter.
-        class_name: Class of the module that has it, before the conversion.
-        fp8: Whether matmuls with it run in FP8.
-        wire: Dtype that FSDP2 gathers: "float8_e4m3fn" or the name of a high-precision dtype.
+        class_name: Name of the class of its module, before the conversion.
+        fp8: Whether matmuls with the parameter run in FP8.
+        wire: Name of the dtype that FSDP2 gathers, for example "float8_e4m3fn" or "bfloat16".
         wire_bytes: Bytes of one gather of the whole parameter.
-        saved_bytes: Bytes saved against gathering the parameter in `reference_dtype`.
-        gradient: "float8_e4m3fn" or "float8_e5m2" where its gradient is reduced as codes, else the name of the dtype
-            in which FSDP2 reduces it; "" before the first forward, and where FSDP2 does not shard it.
+        saved_bytes: Bytes saved compared to a gather in the reference dtype.
+        gradient: Name of the dtype in which the gradient is reduced: "float8_e4m3fn" or "float8_e5m2" for gradients
+            reduced as codes, otherwise FSDP2's. "" before the first forward, and if FSDP2 does not shard the parameter.
         why: Scaling of the weight, or the reason why it is not gathered in FP8.
-        head: A sentence about the output head whose weight it is, or "".
-        rows_per_expert: Rows of the last eager forward over the number of experts; None before, and of other weights.
+        head: Sentence about the output head that has this weight, or "".
+        rows_per_expert: Average number of rows per expert in the last eager forward; None before the first one, and for
+            weights that are not of experts.
     """
 
     name: str
@@ -64,15 +65,13 @@ class WeightReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Float8Report:
-    """Parameters of a model and their dtypes on this rank.
-
-    `str()` makes a table.
+    """Report on all parameters of a model; `str()` returns a table.
 
     Attributes:
         weights: One entry for each parameter.
-        casts: How often weights were cast for the all-gather, in total; casts inside of graphs are not counted.
-        reductions: How many MAX all-reduces for scales were issued.
-        sharded: Whether `fully_shard` (or `fully_shard_traceable`) was applied; nothing is gathered before.
+        casts: Number of casts of weights for the all-gather on this rank. Casts in compiled graphs are not counted.
+        reductions: Number of MAX all-reduces for scales on this rank.
+        sharded: Whether `fully_shard` or `fully_shard_traceable` was applied; without them nothing is gathered.
     """
 
     weights: tuple[WeightReport, ...]
@@ -82,7 +81,7 @@ class Float8Report:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of one gather of everything."""
+        """Bytes of one gather of all parameters."""
         return sum(weight.wire_bytes for weight in self.weights)
 
     @property
@@ -97,19 +96,19 @@ class Float8Report:
 
     @property
     def converted(self) -> float:
-        """Share of the bytes, in the reference dtype, with FP8 matmuls."""
+        """Share of parameters with FP8 matmuls, by bytes in the reference dtype."""
         return sum(weight.bytes for weight in self.weights if weight.fp8) / max(1, self.bytes)
 
     @property
     def gathered(self) -> float:
-        """Share of the bytes, in the reference dtype, gathered in FP8."""
+        """Share of parameters gathered in FP8, by bytes in the reference dtype."""
         return sum(weight.bytes for weight in self.weights if "float8" in weight.wire) / max(1, self.bytes)
 
     @property
     def left(self) -> list[tuple[str, str, int, int]]:
-        """Modules that do not compute in FP8, largest first.
+        """Parameters without FP8 matmuls, by class and reason, largest first.
 
-        Class, reason, number of parameters and bytes of each.
+        Each entry is (class name, reason, number of parameters, bytes in the reference dtype).
         """
         count, size = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
         for weight in self.weights:
@@ -120,9 +119,9 @@ class Float8Report:
 
     @property
     def headline(self) -> str:
-        """The shares, the largest remaining layers, and a sentence per output head.
+        """Summary: shares, the largest parameters without FP8 matmuls, and output heads.
 
-        Layers count from a thousandth of the bytes on.
+        Parameters without FP8 matmuls are listed by class if they have at least a thousandth of all bytes.
         """
         parts = [
             f"{size / self.bytes:.1%} {name} ({count} parameter{'s' * (count != 1)}, {why})"
@@ -136,7 +135,7 @@ class Float8Report:
         return f"{self.converted:.1%} of the weights converted, {self.gathered:.1%} {gathered}.{left}{heads}"
 
     def __str__(self) -> str:
-        """Return the headline and a table of all weights with sums."""
+        """Return the headline and a table of all parameters with sums."""
         sizes = f"{'bytes':>15}", f"{'saved':>15}"
         table = [("name", "class", "shape", "FP8", "wire", *sizes, "gradient", "why")]
         for w in self.weights:
@@ -149,24 +148,33 @@ class Float8Report:
 
 
 def float8_report(model: nn.Module, *, reference_dtype: torch.dtype = torch.bfloat16) -> Float8Report:
-    """Report each weight's compute, gather and gradient-reduction dtype.
+    """Report the compute, gather and reduction dtype of each parameter.
 
     Args:
-        model: Any model, converted or not, on any device, "meta" too; call it while its weights are sharded
-            (`model.reshard()`).
-        reference_dtype: The gather dtype that savings are measured against, and the dtype of parameters gathered in
-            high precision.
+        model: Any model, converted or not, on any device, including "meta". Under FSDP2, call it while the weights are
+            sharded (`model.reshard()`).
+        reference_dtype: Dtype that parameters gathered in high precision are assumed to have, and that savings are
+            compared to.
 
     Returns:
-        One entry per parameter, in the order of `model.named_parameters()`; lazy ones without a shape are left out. A
-        parameter that several modules share is of the class that is found first, and computes in FP8 if one of them
-        does. `roles` finds output heads.
+        One entry per parameter, in the order of `model.named_parameters()`, without uninitialized lazy parameters. A
+        shared parameter is listed once, under the class of its first module; it computes in FP8 if one of its modules
+        does. Output heads are linear layers that share the weight of an embedding, are the only ones with as many
+        outputs as the largest embedding has rows, or have the name of a head.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        >>> report = float8_report(convert_to_float8_training(model))
+        >>> [(weight.name, weight.fp8, weight.why) for weight in report.weights][:2]
+        [('0.weight', True, 'dynamic tensorwise'), ('0.bias', False, 'bias, norm, or other vector')]
+        >>> report.wire_bytes, report.saved_bytes
+        (8448, 8192)
     """
     return report_with(roles_of(model), model, reference_dtype)
 
 
 def report_with(roles: Roles, model: nn.Module, reference_dtype: torch.dtype = torch.bfloat16) -> Float8Report:
-    """Return `float8_report` of a model whose roles are known."""
+    """Return `float8_report` of a model, with the result of `roles_of`."""
     users = users_of_parameters(model)
     kinds = dict.fromkeys(roles.adapters, "adapter") | dict.fromkeys(roles.routers, "router")
     heads = {id(head._parameters.get("weight")): (head, owner) for head, owner in roles.heads.items()}
@@ -215,7 +223,7 @@ def report_with(roles: Roles, model: nn.Module, reference_dtype: torch.dtype = t
         rows.append(row)
     syncs = syncs_of(model)
     casts = sum(weight.casts for sync in syncs for weight in sync.weights)
-    traceable = any(isinstance(getattr(each, "distribution", None), TraceableShards) for each in model.modules())
+    traceable = any(isinstance(getattr(each, "fp8_strategy", None), TraceableShards) for each in model.modules())
     return Float8Report(
         weights=tuple(rows),
         casts=casts,
@@ -225,7 +233,7 @@ def report_with(roles: Roles, model: nn.Module, reference_dtype: torch.dtype = t
 
 
 def _about_rows(rows: list[float]) -> str:
-    """Return a sentence about experts with too few rows for FP8."""
+    """Return a sentence about experts with few rows, or ""."""
     low, high = ROWS_REPAID
     few = [count for count in rows if count < high]
     if not few:
@@ -243,14 +251,14 @@ def _head(name: str, embedding: str, *, fp8: bool, gathered: bool) -> str:
 
 
 def _gathered_weight(local: torch.Tensor, user: nn.Module | None) -> Fp8Weight | None:
-    """Return a weight's FP8 scaling in the gather.
+    """Return the state of a weight gathered in FP8, or None.
 
-    From its tensor, or from its layer under `fully_shard_traceable`.
+    It is an attribute of the tensor, or of the layer's strategy under `fully_shard_traceable`.
     """
     if isinstance(local, ShardedFloat8Weight):
         return local.fp8_weight
-    distribution = getattr(user, "distribution", None)
-    return distribution.weight if isinstance(distribution, TraceableShards) and distribution.in_fp8 else None
+    strategy = getattr(user, "fp8_strategy", None)
+    return strategy.weight if isinstance(strategy, TraceableShards) and strategy.in_fp8 else None
 
 
 def _why(
@@ -263,9 +271,16 @@ def _why(
     *,
     compressed: bool,
 ) -> str:
-    """Return a parameter's FP8 scaling in the gather, or the obstacle.
+    """Return the scaling of a parameter gathered in FP8, or the obstacle.
 
-    `kind` is the reason for layers in high precision.
+    Args:
+        weight: State of the weight if it is gathered in FP8.
+        parameter: The parameter.
+        local: Its local tensor.
+        module: First module that holds it.
+        fp8: FP8 module that multiplies by it, or None.
+        kind: Role of `module`: "adapter", "router" or "".
+        compressed: Whether `compress_communication` gathers it in FP8.
     """
     if weight is not None and fp8 is None:
         return f"the FP8 layer was replaced by {type(module).__module__}.{type(module).__name__}"

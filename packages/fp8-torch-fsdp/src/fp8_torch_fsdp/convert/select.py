@@ -17,23 +17,25 @@ from fp8_torch_fsdp.layers.rebind_forward import is_wrapped_around
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 ModuleSelection = ModuleFilter | Rules | Iterable[str | Rule] | None
-"""Which layers to convert: a filter of (layer, name), or rules by name; None is all of them."""
+"""Selection of layers: a filter of (layer, name), or rules by name; None selects all layers."""
 
 ROWS_REPAID = (335, 500)
-"""From how many rows on an expert repays the casts of its weight, read once or twice for them: by the rates of an H100
-(`fp8_common.advise.rows_that_repay`), not measured. Casts of activations come on top."""
+"""Rows per expert from which FP8 matmuls repay the casts of the weight, if the casts read it once or twice.
+
+Estimated from the rates of an H100 (`fp8_common.advise.rows_that_repay`), not measured. Casts of activations are not
+included."""
 
 ALIGNMENT = 16
-"""FP8 matrix units require dimensions that are multiples of this; other sizes are padded or rejected there."""
+"""Dimensions of matmuls on FP8 hardware are multiples of this; other sizes are padded or raise an error."""
 
-# Below these sizes the casts cost more than the matmuls gain. Estimated from operation counts, not measured: a cast
-# reads M K + K N values, the matmul saves time in proportion to M K N.
+# Below these sizes, the casts cost more than the matmuls save. Estimated from operation counts, not measured: the casts
+# read M K + K N values, and the time that the matmul saves is proportional to M K N.
 SMALL = {"tensorwise": (256, 256), "rowwise": (1024, 1024), "blockwise_128x128": (1024, 1024), "mx": (1024, 1024)}
-"""For each granularity of the weight, the smallest (out_features, in_features) that are worth it."""
+"""Smallest (out_features, in_features) that `auto_filter_for_recipe` keeps, by granularity of the weight."""
 
-# benchmarks/results/gpu-nvidia-h100-80gb-hbm3.json, layers alone, forward and backward without a compiler.
+# benchmarks/results/gpu-nvidia-h100-80gb-hbm3.json: single layers, forward and backward without a compiler.
 LARGEST_SLOWER = 4096 * 1024
-"""Weights of a layer that was 3 times slower than in bfloat16 on an H100, or more, in every recipe."""
+"""Number of weights of the largest layer that was at least 3 times slower than in bfloat16 with every recipe."""
 
 
 def select(
@@ -41,21 +43,25 @@ def select(
     keep: ModuleSelection,
     config: Float8LinearConfig,
     experts: Mapping[type, ExpertLayout],
-    wide: Mapping[nn.Module, str],
+    excluded: Mapping[nn.Module, str],
 ) -> tuple[dict[nn.Module, Float8LinearConfig], dict[str, str]]:
     """Return configurations of modules to convert, and reasons for the others.
 
     Args:
         model: Any model.
-        keep: The user's filter, or rules by name.
-        config: The configuration if no rule gives a recipe.
+        keep: Filter of (layer, name) that returns True for layers to convert, or rules by name.
+        config: Configuration of modules for which no rule selects a recipe.
         experts: Layouts of the user's classes of experts.
-        wide: Modules that stay, with the reason.
+        excluded: Modules that are not converted, with reasons.
+
+    Returns:
+        The configuration of each module to convert, and for each other linear layer and module of experts, by name,
+        the reason.
 
     Raises:
-        Fp8Error: A parametrized layer that the filter does not leave out, or a lazy one without a weight.
+        Fp8Error: If a selected layer is parametrized, or is lazy and has no weight yet.
     """
-    selected, left, refused = dict[nn.Module, Float8LinearConfig](), dict[str, str](), []
+    selected, left, parametrized = dict[nn.Module, Float8LinearConfig](), dict[str, str](), []
     candidates = {
         name: module
         for name, module in model.named_modules()
@@ -64,28 +70,30 @@ def select(
     }
     for name, decision in select_modules(candidates, keep).items():
         module = candidates[name]
-        reason = "filtered" if not decision.include else wide.get(module) or _why_not(module)
+        reason = "filtered" if not decision.include else excluded.get(module) or _why_not(module)
         if reason:
             left[name] = reason
         elif isinstance(module, nn.Linear) and (
             hasattr(module, "parametrizations") or "weight" not in module._parameters
         ):
-            refused.append(name)
+            parametrized.append(name)
         elif isinstance(module, nn.Linear) and isinstance(module.weight, UninitializedParameter):
-            raise Fp8Error(f"{name or 'The layer'} has no weight yet: run the model once to make its lazy layers real.")
+            raise Fp8Error(
+                f"{name or 'The layer'} has no weight yet: run the model once to initialize its lazy layers."
+            )
         else:
             recipe = decision.recipe
             selected[module] = config if recipe is None else dataclasses.replace(config, recipe=recipe)
-    if refused:
+    if parametrized:
         raise Fp8Error(
-            f"{', '.join(refused)} cannot be converted: the weight is parametrized: each forward computes it again. "
-            "Remove the parametrization, or leave these layers out with module_filter_fn."
+            f"{', '.join(parametrized)} cannot be converted: the weight is parametrized, and computed again in "
+            "each forward. Remove the parametrization, or leave these layers out with module_filter_fn."
         )
     return selected, left
 
 
 def why_left(left: Mapping[str, str]) -> str:
-    """Return a sentence with the names of remaining layers, by reason."""
+    """Return a sentence with the names of unconverted layers, by reason."""
     reasons: dict[str, list[str]] = {}
     for name, reason in left.items():
         reasons.setdefault(reason, []).append(name)
@@ -97,13 +105,13 @@ def why_left(left: Mapping[str, str]) -> str:
 
 
 def _why_not(module: Any) -> str:
-    """Return why a linear layer cannot be converted; "" if it can."""
+    """Return the reason why a layer cannot be converted, or ""."""
     if not isinstance(module, nn.Linear) or hasattr(module, "parametrizations"):
         return ""
-    # the class of the output projection of nn.MultiheadAttention
+    # class of the output projection in nn.MultiheadAttention
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention multiplies by its weight without calling it"
-    # Compared on the class: a subclass that only adds attributes or an initialisation can be converted.
+    # The method is compared, not the class: subclasses that inherit the forward can be converted.
     if type(module).forward is not nn.Linear.forward:
         return f"{type(module).__name__} has its own forward"
     if "forward" in vars(module) and not is_wrapped_around(module):
@@ -119,21 +127,33 @@ def auto_filter_for_recipe(
 ) -> ModuleFilter:
     """Return a filter that excludes small, odd-sized or named layers.
 
-    A layer is kept in high precision if its full name contains one of `filter_fqns`, if one of its dimensions is no
-    multiple of 16, if one is below `SMALL` for the recipe (estimates), or if it has at most `LARGEST_SLOWER` weights
-    (measured on one H100). Measure for your hardware.
+    A layer remains in high precision if
+
+    - its full name contains one of `filter_fqns`,
+    - one of its dimensions is not a multiple of 16,
+    - one of its dimensions is below `SMALL` for the recipe (an estimate),
+    - or it has at most `LARGEST_SLOWER` weights (measured on one H100).
+
+    Measure on your hardware before you rely on it.
 
     Args:
         recipe: Name of a recipe, a `Recipe`, or a configuration.
-        filter_fqns: Parts of names of layers to leave out, for example "output" or "lm_head".
-        rows_per_expert: The rows that an expert gets in a forward, on average: tokens of a micro-batch times chosen
-            experts over all. Experts with fewer than `ROWS_REPAID` are left out, and gathered in high precision.
+        filter_fqns: Parts of names of layers to exclude, for example "output" or "lm_head".
+        rows_per_expert: Average number of rows of an expert in a forward: tokens of a micro-batch times experts per
+            token, divided by the number of experts. Below the larger number of `ROWS_REPAID`, experts are excluded, and
+            gathered in high precision. None does not exclude experts by rows.
 
     Returns:
-        A function of (layer, full name), for `convert_to_float8_training`.
+        A function of (layer, full name) for `convert_to_float8_training(module_filter_fn=...)`.
 
     Raises:
-        Fp8Error: Unknown recipe, `filter_fqns` is a single string, or `rows_per_expert` is negative.
+        Fp8Error: If the recipe is unknown, `filter_fqns` is a single string, or `rows_per_expert` is negative.
+
+    Example:
+        >>> keep = auto_filter_for_recipe("tensorwise", ["lm_head"])
+        >>> large, small = nn.Linear(4096, 4096, device="meta"), nn.Linear(64, 64, device="meta")
+        >>> keep(large, "mlp.up"), keep(small, "mlp.gate"), keep(large, "lm_head")
+        (True, False, False)
     """
     if rows_per_expert is not None and not rows_per_expert >= 0:
         raise Fp8Error(f"rows_per_expert must be a number of rows, at least 0, got {rows_per_expert!r}.")
@@ -147,17 +167,18 @@ def auto_filter_for_recipe(
             return False
         if isinstance(module, nn.Linear):
             return _gains(module.out_features, module.in_features, smallest)
-        # of experts and transposed layers, each matrix; which side is which, their layout knows and this need not
+        # Matrices of experts and `Conv1D` can be stored transposed, so both sides are compared with the same size.
         matrices = [p.shape[-2:] for p in module.parameters(recurse=False) if p.ndim == 3 or is_conv1d(module)]
         if rows_per_expert is not None and rows_per_expert < ROWS_REPAID[1] and not is_conv1d(module):
             return False
-        least = (min(smallest), min(smallest))
-        return bool(matrices) and all(len(m) < 2 or _gains(m[0], m[1], least) for m in matrices)
+        smallest_side = (min(smallest), min(smallest))
+        return bool(matrices) and all(len(m) < 2 or _gains(m[0], m[1], smallest_side) for m in matrices)
 
     return keep
 
 
 def _gains(rows: int, columns: int, smallest: tuple[int, int]) -> bool:
+    """Return whether a matrix is aligned, and large enough for FP8."""
     sizes = (rows, columns)
     aligned = all(size % ALIGNMENT == 0 for size in sizes)
     large = all(size >= least for size, least in zip(sizes, smallest, strict=True))

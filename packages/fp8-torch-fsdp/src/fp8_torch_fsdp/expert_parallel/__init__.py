@@ -1,1 +1,1 @@
-"""Tokens that go to experts on other ranks as FP8 codes."""
+"""Expert parallelism with tokens sent as FP8 codes."""

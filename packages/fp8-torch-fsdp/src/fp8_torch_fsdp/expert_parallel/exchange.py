@@ -1,7 +1,7 @@
-"""Differentiable all-to-alls of expert parallelism: FP8 codes and high-precision sums.
+"""Differentiable all-to-alls of expert parallelism, in FP8 for operands of matmuls.
 
-Inputs of experts, and gradients of their outputs, are operands of matmuls: they are sent as the codes
-of these matmuls. Data that is summed afterwards is sent in its own dtype.
+Inputs of experts and gradients of their outputs are operands of matmuls, and are sent as the codes of these matmuls.
+Outputs of experts and gradients of their inputs are summed afterwards, and are sent in their own dtype.
 """
 
 import dataclasses
@@ -15,26 +15,26 @@ from fp8_common import CastRecipe, Fp8Error
 from fp8_common.torch_layers.linear.row_codes import pack_rows, unpack_rows
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""The dtypes of rows, by the number that ranks exchange."""
+"""dtypes of rows; ranks exchange the index."""
 PROBLEMS = {
     -1: "x must be a matrix [tokens, features] in bfloat16, float16 or float32",
     -2: "chosen must be int32 or int64 [tokens, k] on the device of x, with one row for each token",
     -3: "chosen must hold numbers of experts, from 0 to {last}",
 }
-"""Mistakes of one rank, indexed by the number that ranks exchange."""
+"""Errors in the input of a rank, by the number that ranks exchange."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """Destinations of all ranks' rows.
+    """Numbers and order of rows that this rank exchanges with others.
 
     Attributes:
-        group: The ranks.
-        sent: How many rows go to each rank.
-        received: How many rows come from each rank.
-        order: int64 [received rows]: the index of the received row at each place once sorted by expert.
-        back: int64 [received rows], the inverse.
-        counts: int64 [local experts]: the rows of each expert.
+        group: Ranks that exchange rows.
+        sent: Number of rows sent to each rank.
+        received: Number of rows received from each rank.
+        order: int64 [received rows], permutation that sorts the received rows by expert.
+        back: int64 [received rows], inverse of `order`.
+        counts: int64 [local experts], number of rows of each expert.
     """
 
     group: dist.ProcessGroup
@@ -45,25 +45,31 @@ class Route:
     counts: torch.Tensor
 
     def exchange(self, rows: torch.Tensor, *, forth: bool) -> torch.Tensor:
-        """Send rows [n, columns] to or from experts; return received rows."""
-        give, take = (self.sent, self.received) if forth else (self.received, self.sent)
-        got = rows.new_empty((sum(take), *rows.shape[1:]))
-        dist.all_to_all_single(got, rows.contiguous(), take, give, group=self.group)
-        return got
+        """Exchange rows [n, columns] and return the received rows.
+
+        Args:
+            rows: Rows in the order of ranks.
+            forth: Whether rows are sent to experts; else to their tokens.
+        """
+        send_counts, receive_counts = (self.sent, self.received) if forth else (self.received, self.sent)
+        received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        dist.all_to_all_single(received, rows.contiguous(), receive_counts, send_counts, group=self.group)
+        return received
 
 
 def plan_route(counts: torch.Tensor, header: torch.Tensor, group: dist.ProcessGroup) -> Route:
-    """Exchange how many rows each expert gets. The host waits once.
+    """Exchange the numbers of rows for each expert; plan their order.
 
-    Collective: all ranks of the group call this, also those with bad input, so that all of them raise.
+    Collective: all ranks of the group call this, including ranks with invalid input, so that all of them raise. The
+    host waits for the device once.
 
     Args:
-        counts: int64 [experts of all ranks]: this rank's rows for each.
-        header: int64 scalar: columns and dtype of this rank's rows (`signature`), or a key of `PROBLEMS`.
-        group: The ranks, each with equally many experts, in their order.
+        counts: int64 [experts of all ranks], number of this rank's rows for each expert.
+        header: int64 scalar, `signature` of this rank's rows, or a key of `PROBLEMS`.
+        group: Ranks, each with the same number of experts, in the order of experts.
 
     Raises:
-        Fp8Error: If the input of a rank is bad, or ranks send rows of different widths or dtypes.
+        Fp8Error: If the input of a rank is invalid, or ranks send rows of different widths or dtypes.
     """
     ranks = group.size()
     mine = torch.cat([header.expand(ranks, 1), counts.view(ranks, -1)], 1)
@@ -71,7 +77,7 @@ def plan_route(counts: torch.Tensor, header: torch.Tensor, group: dist.ProcessGr
     dist.all_to_all_single(theirs, mine, group=group)
     headers, sent, received = torch.stack([theirs[:, 0], mine[:, 1:].sum(1), theirs[:, 1:].sum(1)]).tolist()
     _check_headers(headers, last=counts.numel() - 1)
-    # rows are received by rank, then by expert; experts need them by expert, then by rank
+    # Received rows are sorted by rank, then by expert; experts need them sorted by expert, then by rank.
     local = theirs.shape[1] - 1
     expert = torch.arange(local, device=counts.device).repeat(ranks)
     expert = expert.repeat_interleave(theirs[:, 1:].reshape(-1), output_size=sum(received))
@@ -80,16 +86,19 @@ def plan_route(counts: torch.Tensor, header: torch.Tensor, group: dist.ProcessGr
 
 
 def signature(x: torch.Tensor) -> int:
-    """Return columns and dtype of rows as one number."""
+    """Return the width and the dtype of rows as one number."""
     return x.shape[1] * len(DTYPES) + DTYPES.index(x.dtype)
 
 
 def _check_headers(headers: list[int], last: int) -> None:
+    """Raise if a rank's input is invalid, or if rows differ."""
     if any(number < 0 for number in headers):
         mistakes = "; ".join(
             f"rank {rank}: {PROBLEMS[number].format(last=last)}" for rank, number in enumerate(headers) if number < 0
         )
-        raise Fp8Error(f"dispatch_tokens got bad input on a rank of the group, so no rank sends tokens: {mistakes}.")
+        raise Fp8Error(
+            f"dispatch_tokens got invalid input on a rank of the group, so no rank sends tokens: {mistakes}."
+        )
     if len(set(headers)) > 1:
         sizes = (divmod(number, len(DTYPES)) for number in headers)
         mistakes = ", ".join(f"{columns} features in {str(DTYPES[dtype])[6:]}" for columns, dtype in sizes)
@@ -106,21 +115,21 @@ def inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 class ToExperts(torch.autograd.Function):
-    """Send tokens to their experts as codes; gradients are summed.
+    """Sends tokens to their experts as codes.
 
-    Gradients return in their own dtype.
+    The backward returns the gradients of rows in their own dtype, and sums them for each token.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, route: Route, cast: CastRecipe) -> torch.Tensor:
-        """Return the rows by expert, `RowCodes`.
+        """Return the received rows, `RowCodes` [rows, features] sorted by expert.
 
         Args:
-            ctx: Of autograd.
+            ctx: Autograd context.
             x: [tokens, features].
-            order: int64 [tokens * k], of all (token, slot) sorted by expert.
-            route: Where they go.
-            cast: Of each row, once, before a token is copied for its experts.
+            order: int64 [tokens * k], flat indices of the (token, slot) pairs, sorted by expert.
+            route: Numbers and order of rows.
+            cast: Cast of each row. Each token is cast once, before it is copied for its experts.
         """
         ctx.route, ctx.tokens, ctx.slots = route, len(x), order.numel() // max(len(x), 1)
         ctx.save_for_backward(order)
@@ -130,29 +139,29 @@ class ToExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of the tokens."""
+        """Return the gradient of the tokens, [tokens, features]."""
         (order,) = ctx.saved_tensors
         rows = ctx.route.exchange(grad.index_select(0, ctx.route.back), forth=False)
-        # a sum in a fixed order, where an addition by index would have none on GPUs
+        # The sum has a fixed order; additions by index on GPUs do not.
         slots = rows.index_select(0, inverse(order)).view(ctx.tokens, ctx.slots, rows.shape[1])
         return slots.sum(1), None, None, None
 
 
 class FromExperts(torch.autograd.Function):
-    """Return expert outputs to their tokens, in the order of `ToExperts`.
+    """Returns outputs of experts to the ranks of their tokens.
 
-    Gradients are sent as codes.
+    The outputs are sent in their own dtype; the backward sends gradients as codes.
     """
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, route: Route, cast: CastRecipe) -> torch.Tensor:
-        """Return [tokens * k, features], sorted by expert."""
+        """Return the outputs [tokens * k, features], sorted by expert."""
         ctx.route, ctx.cast = route, cast
         return route.exchange(y.index_select(0, route.back), forth=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of the rows by expert, `RowCodes`."""
+        """Return the gradient of the outputs, `RowCodes` sorted by expert."""
         message = ctx.route.exchange(pack_rows(grad.contiguous(), ctx.cast), forth=True)
         return unpack_rows(message, grad.shape[1], ctx.cast, grad.dtype, ctx.route.order), None, None

@@ -1,9 +1,7 @@
-"""torchtitan's all-to-all dispatcher with rows as FP8 codes.
+"""`dispatch_in_codes`: torchtitan's all-to-all dispatcher with rows as FP8 codes.
 
-torchtitan is not imported.
-
-The dispatcher of a mixture gets another class, that is also its former one: it calls `dispatch_tokens`, and what
-torchtitan's further processing of the outputs, weights and sums, does not change.
+The dispatcher of each mixture gets a subclass of its class, which calls `dispatch_tokens`. torchtitan's further
+processing of the outputs, by weights and sums, does not change. torchtitan is not imported.
 """
 
 import dataclasses
@@ -26,9 +24,9 @@ class SentTokens:
     """Metadata for a dispatcher's `combine`, under torchtitan's names.
 
     Attributes:
-        tokens: The tokens of all ranks at this rank's experts.
-        token_indices_experts_sorted_N: int64 [tokens * k]: the token of each row that this rank has sent.
-        topk_scores_experts_sorted_N: The score of each.
+        tokens: Result of `dispatch_tokens`.
+        token_indices_experts_sorted_N: int64 [tokens * k], index of the token of each row that this rank has sent.
+        topk_scores_experts_sorted_N: [tokens * k], score of each row that this rank has sent.
     """
 
     tokens: DispatchedTokens
@@ -37,15 +35,15 @@ class SentTokens:
 
 
 class CodesDispatcher:
-    """torchtitan dispatcher that sends rows as codes to other ranks."""
+    """torchtitan dispatcher that sends rows to other ranks as codes."""
 
     ep_mesh: Any
     experts: Float8Experts
 
     def dispatch(self, x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, counts: torch.Tensor) -> tuple:
-        """Return rows, counts and `combine` metadata of this rank's experts.
+        """Return rows and counts of this rank's experts, and metadata for `combine`.
 
-        See torchtitan.
+        The arguments are torchtitan's.
         """
         if self.ep_mesh is None:
             return super().dispatch(x, scores, chosen, counts)  # pyrefly: ignore[missing-attribute]
@@ -54,7 +52,7 @@ class CodesDispatcher:
         return tokens.rows, tokens.counts, SentTokens(tokens, tokens.order // tokens.slots, ordered)
 
     def combine(self, routed: torch.Tensor, metadata: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        """Return the weighted sum of each token's experts."""
+        """Return the weighted sum of the outputs of each token's experts."""
         if not isinstance(metadata, SentTokens):
             return super().combine(routed, metadata, x, *args, **options)  # pyrefly: ignore[missing-attribute]
         local: Any = next(base for base in type(self).__mro__ if base.__name__ == LOCAL)
@@ -64,14 +62,18 @@ class CodesDispatcher:
 def dispatch_in_codes(model: nn.Module) -> nn.Module:
     """Make torchtitan's mixtures send tokens to experts as FP8 codes, in place.
 
-    `Float8Converter.Config(dispatch_in_codes=True)` does it for models that torchtitan builds.
+    `Float8Converter.Config(dispatch_in_codes=True)` calls it for models that torchtitan builds. Dispatchers of other
+    classes, for example of DeepEP, do not change.
+
+    Args:
+        model: Converted model.
 
     Returns:
         `model`.
 
     Raises:
-        Fp8Error: If the model has no all-to-all dispatcher, or a dispatcher for experts that are not in FP8 or whose
-            recipe does not support rows as codes. Dispatchers of DeepEP and others are not changed.
+        Fp8Error: If the model has no all-to-all dispatcher, or the experts of one are not in FP8 or have a recipe that
+            does not support rows as codes.
     """
     replaced = False
     for name, module in model.named_modules():
@@ -79,11 +81,7 @@ def dispatch_in_codes(model: nn.Module) -> nn.Module:
         if getattr(type(dispatcher).__dict__.get("dispatch"), "__qualname__", "") != ALL_TO_ALL:
             continue
         experts = next(
-            (
-                module_of_experts
-                for module_of_experts in module.modules()
-                if isinstance(module_of_experts, Float8Experts)
-            ),
+            (submodule for submodule in module.modules() if isinstance(submodule, Float8Experts)),
             None,
         )
         owner = f"The module of experts {name or type(module).__name__}"
@@ -97,7 +95,9 @@ def dispatch_in_codes(model: nn.Module) -> nn.Module:
         dispatcher.experts = experts
         replaced = True
     if not replaced:
-        raise Fp8Error("dispatch_in_codes found no module with a token_dispatcher of torchtitan's all-to-all.")
+        raise Fp8Error(
+            "dispatch_in_codes found no module with torchtitan's all-to-all dispatcher as its token_dispatcher."
+        )
     return model
 
 

@@ -1,4 +1,4 @@
-"""Adapters for training frameworks, one module each.
+"""Adapters for training frameworks, one module for each framework.
 
-Each needs its framework; no other module imports them.
+Each module needs its framework. No other module of this package imports them.
 """

@@ -18,21 +18,19 @@ except ImportError as error:
 
 
 STATE_KEY = "fp8_delayed_scales"
-"""The key of a checkpoint that holds the state of delayed scaling."""
+"""Key of a checkpoint for the state of delayed scaling."""
 
 
 class Float8Callback(Callback):
-    """Logs statistics and saves delayed-scaling state in checkpoints.
-
-    See `Float8Log`.
+    """Logs statistics with `Float8Log`, and checkpoints delayed-scaling state.
 
     Pass it to `Trainer(callbacks=[Float8Callback()])`. A run with delayed scaling that resumes from a checkpoint equals
-    an uninterrupted one; other recipes have no state to keep.
+    an uninterrupted run. Other recipes have no state to save.
 
     Args:
-        path: The file or the folder; `default_root_dir` of the Trainer by default.
+        path: File or folder of the log. Default: `default_root_dir` of the Trainer.
         every: Number of optimizer steps between entries.
-        scalars: Called on the first rank with all numbers by name and the step, as `wandb.log` is.
+        scalars: Function such as `wandb.log`, called on the first rank with all numbers by name and the step.
     """
 
     def __init__(
@@ -43,28 +41,28 @@ class Float8Callback(Callback):
         self._steps = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin with the model as the strategy has sharded it."""
+        """Open the log, after the strategy has sharded the model."""
         path = trainer.default_root_dir if self._path is None else self._path
         self._steps = trainer.global_step
         self._log = Float8Log(pl_module, path, every=self._every, scalars=self._scalars, step=self._steps)
 
     def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
-        """Log a measured step, once its last micro-batch is done."""
+        """End a step of the log after each optimizer step."""
         if self._log is not None and trainer.global_step != self._steps:
             self._steps = trainer.global_step
             self._log.step(self._steps)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add the state, which is not among the weights."""
+        """Add the state of delayed scaling to a checkpoint."""
         if scales := DelayedState(pl_module).state_dict():
             checkpoint[STATE_KEY] = scales
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Load the state, if the checkpoint has it."""
+        """Load the state of delayed scaling if the checkpoint has it."""
         if STATE_KEY in checkpoint:
             DelayedState(pl_module).load_state_dict(checkpoint[STATE_KEY])
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Stop."""
+        """Close the log."""
         if self._log is not None:
             self._log.close()

@@ -1,8 +1,8 @@
-"""A converter of torchtitan's configuration tree that turns FP8 on.
+"""`Float8Converter`: a torchtitan converter that enables FP8.
 
-torchtitan builds models from configurations, and converters change the configuration before. The layers of this package
-are made from built layers, so the converter changes how the root is built: as before, then converted. Layers stay
-instances of torchtitan's `Linear`, which its initialisation and its checks rely on.
+torchtitan builds models from configurations, and its converters modify the configurations. This package converts built
+layers, so the converter returns a configuration that builds the model as before and then converts it. Converted layers
+remain instances of torchtitan's `Linear`, as torchtitan's initialization and checks require.
 """
 
 import dataclasses
@@ -37,11 +37,11 @@ class ProtocolScale(DelayedScale, Module):
 class Float8Converter(QuantizationConverter):
     """Converts the linear layers of a torchtitan model to FP8.
 
-    Pass its Config in `converters=[...]`.
+    Pass its `Config` in `converters=[...]`.
 
-    Weights are gathered in FP8 by FSDP2 and HSDP. Under torchtitan's tensor parallelism with `spmd_backend`
-    "partial_dtensor" layers follow the sharding of their weights, with one amax over the mesh; torchtitan communicates
-    the activations.
+    FSDP2 and HSDP gather the weights in FP8. Under torchtitan's tensor parallelism with `spmd_backend`
+    "partial_dtensor", each layer follows the sharding of its weight, with one amax over the mesh, and torchtitan
+    communicates the activations.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -49,12 +49,12 @@ class Float8Converter(QuantizationConverter):
         """Settings of the conversion.
 
         Attributes:
-            recipe: Name of a recipe, see `Float8LinearConfig.from_recipe_name`.
-            fp8: A configuration instead of a recipe.
-            filter_fqns: Parts of names of layers that stay in high precision.
-            skip_small: Whether to exclude layers that `auto_filter_for_recipe` considers too small or odd-sized.
-            dispatch_in_codes: Send tokens to experts on other ranks as FP8 codes, see `dispatch_tokens`; with recipe
-                "rowwise" and torchtitan's all-to-all dispatcher.
+            recipe: Name of a recipe, see `Float8LinearConfig`.
+            fp8: Configuration, used instead of `recipe`.
+            filter_fqns: Parts of names of layers that remain in high precision.
+            skip_small: Whether to exclude layers that `auto_filter_for_recipe` excludes.
+            dispatch_in_codes: Whether to send tokens to experts on other ranks as FP8 codes, see `dispatch_tokens`.
+                Requires the recipe "rowwise" and torchtitan's all-to-all dispatcher.
         """
 
         recipe: str = "tensorwise"
@@ -71,14 +71,14 @@ class Float8Converter(QuantizationConverter):
         """Return a configuration that builds the same model with FP8 layers.
 
         Args:
-            model_config: The configuration of a model, a `Module.Config`.
+            model_config: Configuration of a model, a `Module.Config`.
         """
-        # Copy the fields one by one into a subclass that overrides `build`.
+        # The result is of a subclass that overrides `build`, with the same fields.
         fields = {f.name: getattr(model_config, f.name) for f in dataclasses.fields(model_config) if f.init}
         return _converting(type(model_config))(**fields, fp8_converter=self)
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Convert a model that was built."""
+        """Convert a model that torchtitan has built, in place."""
         auto = auto_filter_for_recipe(self.fp8, self.config.filter_fqns)
 
         def keep(layer: nn.Module, name: str) -> bool:
@@ -89,7 +89,7 @@ class Float8Converter(QuantizationConverter):
         model = convert_to_float8_training(model, config=self.fp8, module_filter_fn=keep)
         for module in model.modules():
             if isinstance(module, Float8Linear):
-                module.distribute(ByWeight())  # torchtitan cuts the weights later
+                module.set_strategy(ByWeight())  # torchtitan shards the weights later
             elif isinstance(module, DelayedScale):
                 module.__class__ = ProtocolScale
         if self.config.dispatch_in_codes:
@@ -99,7 +99,7 @@ class Float8Converter(QuantizationConverter):
 
 @cache
 def _converting(config_class: type) -> type:
-    """Return a configuration class that builds and converts `config_class`'s module."""
+    """Return a subclass of a configuration that converts the module it builds."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Converting(config_class):
@@ -107,9 +107,8 @@ def _converting(config_class: type) -> type:
 
         def build(self, **kwargs: Any) -> nn.Module:
             if self.fp8_converter is None:
-                raise Fp8Error("This configuration was not made by Float8Converter: use Float8Converter.convert.")
-            # By name: dataclass(slots=True) makes a second class, and super() without arguments would know the first
-            # one.
+                raise Fp8Error("This configuration was not created by Float8Converter. Use Float8Converter.convert.")
+            # Not super(): dataclass(slots=True) creates another class than the one that super() refers to.
             return self.fp8_converter.apply(config_class.build(self, **kwargs))
 
     Converting.__name__ = Converting.__qualname__ = f"Float8{config_class.__qualname__}"

@@ -21,22 +21,20 @@ except ImportError as error:
 
 
 STATE_FILE = "fp8_delayed_scales.pt"
-"""The name of the file in a checkpoint's folder that holds the state of delayed scaling."""
+"""File in a checkpoint's folder for the state of delayed scaling."""
 
 
 class Float8Callback(TrainerCallback):
-    """Logs statistics and saves delayed-scaling state in checkpoints.
-
-    See `Float8Log`.
+    """Logs statistics with `Float8Log`, and checkpoints delayed-scaling state.
 
     Pass it to `Trainer(..., callbacks=[Float8Callback()])`. A run with delayed scaling that resumes from
-    `output_dir/checkpoint-N` equals an uninterrupted one; other recipes have no state to keep. A checkpoint gets one
-    file more, `fp8_delayed_scales.pt`, written by the processes that write the rest of it (`args.should_save`).
+    `output_dir/checkpoint-N` equals an uninterrupted run. Other recipes have no state to save. The processes that write
+    a checkpoint (`args.should_save`) write the state to its folder, as `fp8_delayed_scales.pt`.
 
     Args:
-        path: The file or the folder; `output_dir` of the `TrainingArguments` by default.
+        path: File or folder of the log. Default: `output_dir` of the `TrainingArguments`.
         every: Number of steps between entries.
-        scalars: Called on the first rank with all numbers by name and the step, as `wandb.log` is.
+        scalars: Function such as `wandb.log`, called on the first rank with all numbers by name and the step.
     """
 
     def __init__(
@@ -46,33 +44,33 @@ class Float8Callback(TrainerCallback):
         self._log: Float8Log | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **rest: Any) -> None:
-        """Load this step's checkpointed state; attach the log to the model.
+        """Load the delayed-scaling state of a resumed run; open the log.
 
-        The Trainer has sharded the model by then.
+        The Trainer has sharded the model before this call.
         """
         if (file := _state_file(args, state)).is_file():
-            scales = torch.load(file, weights_only=True)  # noqa: TID251 tensors alone
+            scales = torch.load(file, weights_only=True)  # noqa: TID251 tensors only
             DelayedState(model).load_state_dict(scales)
         path = args.output_dir if self._path is None else self._path
         self._log = Float8Log(model, path, every=self._every, scalars=self._scalars, step=state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Log a measured step."""
+        """End a step of the log."""
         if self._log is not None:
             self._log.step(state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, *, model: Any, **rest: Any) -> None:
-        """Save the state next to the checkpoint."""
-        scales = DelayedState(model).state_dict()  # on all ranks
+        """Save the state of delayed scaling in the checkpoint's folder."""
+        scales = DelayedState(model).state_dict()  # collective: all ranks call it
         if args.should_save and scales:
             torch.save(scales, _state_file(args, state))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Stop."""
+        """Close the log."""
         if self._log is not None:
             self._log.close()
 
 
 def _state_file(args: Any, state: Any) -> Path:
-    """Return the file of the checkpoint of this step."""
+    """Return the path of the state in the checkpoint of this step."""
     return Path(args.output_dir, f"checkpoint-{state.global_step}", STATE_FILE)

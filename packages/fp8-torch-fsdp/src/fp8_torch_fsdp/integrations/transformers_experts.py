@@ -1,6 +1,7 @@
-"""Transformers' expert parallelism with tokens sent as FP8 codes.
+"""`register_fp8_dispatch`: Transformers' expert parallelism with tokens sent as FP8 codes.
 
-Transformers builds it before it shards the model with FSDP2 and loads the weights, so it converts the experts itself.
+Transformers builds expert parallelism before it shards the model with FSDP2 and loads the weights. Therefore the
+implementation converts the experts when it is built.
 """
 
 from collections.abc import Mapping
@@ -29,18 +30,18 @@ def register_fp8_dispatch(name: str = "fp8", *, recipe: str | Recipe | Mapping[s
 
     Call it on all ranks before the model is loaded.
 
+    Args:
+        name: Name of the implementation for `DistributedConfig.ep_implementation`.
+        recipe: Recipe of the experts. FSDP2 gathers their weights in high precision, because Transformers loads weights
+            into parameters that are already sharded.
+
+    Raises:
+        Fp8Error: If the recipe does not support rows as codes.
+
     Example:
         >>> register_fp8_dispatch()
         >>> config = DistributedConfig(ep_size=2, fsdp_size=4, ep_implementation="fp8")
         >>> model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
-
-    Args:
-        name: The implementation's name in `DistributedConfig.ep_implementation`.
-        recipe: How the experts compute. FSDP2 gathers their weights in high precision, because Transformers loads
-            weights into parameters that are sharded already.
-
-    Raises:
-        Fp8Error: If the recipe does not support rows as codes.
     """
     config = Float8LinearConfig(recipe=recipe, all_gather=False)  # pyrefly: ignore[bad-argument-type]
     config.check_row_codes(name)
@@ -48,15 +49,15 @@ def register_fp8_dispatch(name: str = "fp8", *, recipe: str | Recipe | Mapping[s
 
 
 class CodesEP(EPImplementation):
-    """Experts in FP8 that get their tokens as codes; see `register_fp8_dispatch`."""
+    """Expert parallelism with FP8 experts that receive tokens as codes."""
 
     fp8_config: Float8LinearConfig
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
-        """Convert the experts.
+        """Convert the experts of this rank.
 
         Raises:
-            Fp8UnsupportedError: If several ranks hold the same tokens under tensor parallelism.
+            Fp8UnsupportedError: If several ranks hold the same tokens, because of tensor parallelism.
         """
         if tp_mesh.size() > 1:
             raise Fp8UnsupportedError(
@@ -74,6 +75,7 @@ class CodesEP(EPImplementation):
         tokens = dispatch_tokens(hidden_states, top_k_index, self.experts, self.ep_mesh)
         local = torch.arange(len(tokens.counts), device=tokens.counts.device)
         ids = local.repeat_interleave(tokens.counts, output_size=len(tokens.rows))[:, None]
-        # experts run on one slot with weight 1; the weights of the router are applied where the tokens are
+        # Each row is computed as a token with one expert and weight 1. The router's weights are applied on the rank of
+        # the token.
         y = self.experts_forward(tokens.rows, ids, torch.ones_like(ids, dtype=tokens.rows.dtype))
         return (tokens.combine(y) * top_k_weights[..., None]).sum(1)

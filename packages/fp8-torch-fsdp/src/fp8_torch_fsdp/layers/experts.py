@@ -14,25 +14,25 @@ from fp8_torch_fsdp.layers.module import Float8Module
 class Float8Experts(Float8Module):
     """Experts with FP8 matmuls, each like a separate `Float8Linear`.
 
-    Made by `convert_to_float8_training`, as a subclass of the module's class. Under FSDP2 the weights are gathered as
-    FP8 codes, which the matmuls use directly. The module keeps its parameters, gradients and state dicts.
+    `convert_to_float8_training` creates it, as a subclass of the module's class. Under FSDP2 the weights are gathered
+    as FP8 codes, which the matmuls use directly. The module keeps its parameters, gradients and state dicts.
     """
 
     def expert_matmul(self, name: str, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Return each row multiplied by the weight of its expert.
 
         Args:
-            name: The weight's name.
-            x: [rows, in_features], sorted by expert.
-            offsets: int32 or int64 [experts]: where the rows of each expert end. Rows behind the last one belong to no
-                expert: they give zeros, and get no gradient.
+            name: Name of the weight.
+            x: float32, bfloat16 or float16 [rows, in_features], sorted by expert.
+            offsets: int32 or int64 [experts], index of the end of each expert's rows. Rows after the last end belong to
+                no expert: their results and gradients are zero.
 
         Returns:
             [rows, out_features] in the dtype of `x` (the autocast dtype under autocast).
 
         Raises:
-            Fp8Error: Shapes or offsets do not fit, the layout has no such weight, or it is distributed and not
-                gathered. Offsets are validated on a CPU; on other devices invalid offsets give NaN.
+            Fp8Error: If shapes or offsets do not fit, the layout has no such weight, or the weight is distributed and
+                not gathered. Values of offsets are validated on CPUs only; on other devices invalid ones give NaN.
         """
         weight: Any = getattr(self, name, None)  # `fp8_matmul` raises for unknown names
         return self.fp8_matmul(name, x, weight, offsets)
@@ -42,21 +42,21 @@ class Float8Experts(Float8Module):
     ) -> torch.Tensor:
         """Return down(silu(gate) * up) of each row with its expert's weights.
 
-        With the recipe "rowwise" and bfloat16 inputs it is one function between whose matmuls are FP8 codes alone; with
-        others it is `expert_matmul`, `torch.nn.functional.silu` and `expert_matmul`.
+        With the recipe "rowwise" and bfloat16 inputs, this is one autograd function that passes FP8 codes between its
+        matmuls. Otherwise it calls `expert_matmul`, `torch.nn.functional.silu` and `expert_matmul`.
 
         Args:
-            up: The name of the weight of gate and up, [experts, 2 hidden, in_features], gate first; or the names of
-                both, gate first.
-            down: The name of the last weight.
-            x: As of `expert_matmul`.
-            offsets: As of `expert_matmul`.
+            up: Name of the weight [experts, 2 * hidden, in_features] with the rows of gate and up, gate first; or the
+                names of both weights, gate first.
+            down: Name of the weight [experts, out_features, hidden].
+            x: As for `expert_matmul`.
+            offsets: As for `expert_matmul`.
 
         Returns:
             [rows, out_features] in the dtype of `x` (the autocast dtype under autocast).
 
         Raises:
-            Fp8Error: As of `expert_matmul`.
+            Fp8Error: As for `expert_matmul`.
         """
         names = (*((up,) if isinstance(up, str) else up), down)
         weights: list[Any] = [getattr(self, name, None) for name in names]
@@ -65,13 +65,21 @@ class Float8Experts(Float8Module):
     def gated_mlp(
         self, names: Sequence[str], x: torch.Tensor, weights: Sequence[torch.Tensor], offsets: torch.Tensor
     ) -> torch.Tensor:
-        """Return `grouped_swiglu` with weights in any state, or local experts."""
+        """Return `grouped_swiglu` with the given weights.
+
+        Args:
+            names: Names of the weights: gate and up, or both in one, and down.
+            x: As for `expert_matmul`.
+            weights: Weights of these names, sharded, gathered or plain, or this rank's experts of them.
+            offsets: As for `expert_matmul`.
+        """
         keep = [self.keeps_codes(name, weight) for name, weight in zip(names, weights, strict=True)]
         matmuls = [self.fp8[name] for name in names]
         x = autocast(x) if isinstance(x, torch.Tensor) else x
         specs = [matmul.spec for matmul in matmuls]
         if not takes_gated(x, weights, specs):
-            hidden = [self.fp8_matmul(name, x, one, offsets) for name, one in zip(names[:-1], weights, strict=False)]
+            first = zip(names[:-1], weights, strict=False)
+            hidden = [self.fp8_matmul(name, x, weight, offsets) for name, weight in first]
             gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, dim=-1)
             return self.fp8_matmul(names[-1], F.silu(gate) * up, weights[-1], offsets)
         y = fp8_gated_mlp(x, weights, specs, offsets, record=self.records, keep_codes=keep)

@@ -12,15 +12,15 @@ from fp8_torch_fsdp.scales.delayed import DelayedScale
 
 
 class Float8Linear(Float8Module, nn.Linear):
-    """A linear layer whose three matmuls run in FP8.
+    """Linear layer whose three matmuls run in FP8.
 
-    Made by `convert_to_float8_training`. Under FSDP2 its weight is gathered as FP8 codes; otherwise it is cast in the
-    forward. It has the parameters, gradients and state dicts of `nn.Linear`.
+    `convert_to_float8_training` creates it. Under FSDP2, the weight is gathered as FP8 codes; otherwise it is cast in
+    the forward. The layer has the parameters, gradients and state dicts of `nn.Linear`.
 
     Attributes:
-        fp8_input: The state of delayed scaling of the input; None for other scaling.
-        fp8_weight: That of the weight.
-        fp8_grad_output: That of the gradient of the output.
+        fp8_input: Delayed scale of the input; None for other scaling.
+        fp8_weight: Delayed scale of the weight; None for other scaling.
+        fp8_grad_output: Delayed scale of the output gradient; None for other scaling.
     """
 
     fp8_input: DelayedScale | None
@@ -29,7 +29,7 @@ class Float8Linear(Float8Module, nn.Linear):
 
     @property
     def config(self) -> Float8LinearConfig:
-        """Settings of casts and gathers."""
+        """Configuration of casts, matmuls and gathers."""
         return self.fp8_config
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -42,15 +42,15 @@ class Float8Linear(Float8Module, nn.Linear):
             [..., out_features] in the dtype of `input` (the autocast dtype under autocast).
 
         Raises:
-            Fp8Error: The last dimension is not `in_features`, or the weight is distributed in an unknown way.
+            Fp8Error: If the last dimension is not `in_features`, or the weight is distributed and not gathered.
         """
-        return self.distribution.forward(self, input)
+        return self.fp8_strategy.forward(self, input)
 
     def extra_repr(self) -> str:
-        """Describe the differences from `nn.Linear`."""
+        """Return the description of `nn.Linear` with casts and all-gather."""
         local = local_of(self.weight)
-        # under `fully_shard_traceable` the weight is plain and the codes are the distribution's
-        codes = isinstance(local, ShardedFloat8Weight | GatheredWeight) or getattr(self.distribution, "in_fp8", False)
+        # Under `fully_shard_traceable`, the weight is plain and the strategy gathers codes.
+        codes = isinstance(local, ShardedFloat8Weight | GatheredWeight) or getattr(self.fp8_strategy, "in_fp8", False)
         gathered = "fp8" if codes and self.config.all_gather else "high precision"
         cast = self.config.weight
         base = nn.Linear.extra_repr(self)
@@ -58,4 +58,4 @@ class Float8Linear(Float8Module, nn.Linear):
 
 
 LINEAR = WeightLayout(forward=Float8Linear.forward)
-"""The layout of `nn.Linear`."""
+"""Layout of `nn.Linear`."""

@@ -1,7 +1,7 @@
-"""`Float8Module`: a module with FP8 matmuls, made by changing its class.
+"""`Float8Module`: a module with FP8 matmuls, created by changing a module's class.
 
-The communication of a module is its `ParallelStrategy`, the only extension point: FSDP2 needs none, tensor
-parallelism and `fully_shard_traceable` define their own.
+Communication inside of a module's forward is defined by its `ParallelStrategy`. FSDP2 gathers outside of it and uses
+the default strategy; tensor parallelism and `fully_shard_traceable` have their own strategies.
 """
 
 import copy
@@ -24,7 +24,7 @@ from fp8_common.torch_layers.linear.function import Gather, LinearSpec, fp8_line
 from fp8_common.torch_layers.linear.plan import Decided
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight, quantized
 from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
-from fp8_torch_fsdp.all_gather.fsdp1 import refuse_fsdp1
+from fp8_torch_fsdp.all_gather.fsdp1 import raise_if_fsdp1
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.all_gather.state_dict import forget_state_dict_hooks, keep_state_dicts_plain
 from fp8_torch_fsdp.config import Float8LinearConfig
@@ -40,12 +40,12 @@ class WeightLayout:
     """Weights of a module, and its forward.
 
     Attributes:
-        forward: Called with the converted module and the inputs of its forward; returns the forward's outputs.
-        weights: The names of the parameters, [..., out_features, in_features].
-        transposed: They are [..., in_features, out_features] instead.
-        stacked: They are stacks, [experts, ...].
-        projections: Each expert has several matrices, [experts, projections, out_features, in_features], which the
-            forward multiplies as one. FSDP2 gathers them in high precision.
+        forward: Function of the converted module and the inputs of its forward; returns the outputs.
+        weights: Names of the parameters, [..., out_features, in_features].
+        transposed: Whether the parameters are [..., in_features, out_features] instead.
+        stacked: Whether the parameters are stacks, [experts, ...].
+        projections: Whether each expert has several matrices, [experts, projections, out_features, in_features], which
+            the forward multiplies as one. FSDP2 gathers them in high precision.
     """
 
     forward: Callable[..., Any]
@@ -56,17 +56,18 @@ class WeightLayout:
 
 
 class ParallelStrategy:
-    """Parameter handling of a module: by default, whole parameters during compute.
+    """Communication of a module with other ranks during its forward and backward.
 
-    Under FSDP2 too, which gathers before the forward and before the backward.
+    This class is the default strategy, without communication: all parameters are whole when the module computes. FSDP2
+    uses it, too, because it gathers before the forward and before the backward.
     """
 
     gather: Gather | None = None
-    """Gathers whole weights for each matmul; None if they are available."""
+    """Gather of the whole weight for each matmul; None if the weight is whole already."""
 
     # read-only, because all modules share it
     parts: Mapping[str, Any] = MappingProxyType({})
-    """Remote parts of a weight, for `Fp8Weight.whole`."""
+    """Options of `Fp8Weight.whole` for a weight whose other parts are on other ranks."""
 
     def forward(self, layer: Any, input: torch.Tensor) -> torch.Tensor:
         """Return the output of a linear layer for `input`; see `Float8Linear.forward`."""
@@ -74,43 +75,44 @@ class ParallelStrategy:
         return output if bias is None else with_bias(output, bias)
 
     def __deepcopy__(self, memo: dict) -> "ParallelStrategy":
-        """A copied layer works with the same ranks."""
+        """Return the same strategy: a copied layer communicates with the same ranks."""
         return self
 
 
-WHOLE = ParallelStrategy()
-"""The distribution of modules that have their whole parameters when they compute; it has no state."""
+DEFAULT_STRATEGY = ParallelStrategy()
+"""Strategy without communication, shared by all modules."""
 
 
 class WeightMatmul:
     """The three matmuls of one weight, or of one stack of weights.
 
     Args:
-        config: How to cast and multiply.
-        layout: How the weight lies.
-        scales: The state of delayed scaling of the operands that have it, for each expert of a stack.
-        owner: The name of the class that multiplies, for errors.
+        config: Configuration of casts and matmuls.
+        layout: Layout of the weight.
+        scales: Delayed scales by name of the operand, for operands with delayed scaling.
+        owner: Name of the module's class, for errors.
 
     Attributes:
-        config: As given.
-        layout: As given.
-        scales: As given.
-        weight: How the weight is scaled; layers that share one share this.
-        parts: Remote parts, for `Fp8Weight.whole`.
-        kept: The launches of casts of the weight, decided once.
-        casts_alone: Whether it may be cast both ways by launches that are decided once.
-        spec: Static settings of `fp8_linear`.
-        rows_per_expert: Of the last eager forward of a stack of weights, on average; None before.
+        config: Configuration of casts and matmuls.
+        layout: Layout of the weight.
+        scales: Delayed scales by name of the operand.
+        weight: State of the weight; layers that share a weight share its state.
+        parts: Options of `Fp8Weight.whole` for a weight whose other parts are on other ranks.
+        planned_casts: Casts of the weight to both layouts, by shape, dtype and device.
+        can_plan: Whether planned casts support the layout of the weight.
+        spec: Static inputs of `fp8_linear`.
+        rows_per_expert: Average number of rows per expert in the last eager forward; None before, and for weights that
+            are not stacks.
     """
 
     def __init__(self, config: LinearConfig, layout: WeightLayout, scales: dict[str, DelayedScale], owner: str) -> None:
         self.config, self.layout, self.scales = config, layout, scales
         self.rows_per_expert: float | None = None
         self.parts: Mapping[str, Any] = {}
-        self.kept: Decided[KeptCast | None] = Decided()
-        # rows of a weight that lies transposed are columns
-        self.casts_alone = not (layout.transposed and config.weight.granularity == "rowwise")
-        # a constant is the scale of all experts
+        self.planned_casts: Decided[KeptCast | None] = Decided()
+        # The output features of a transposed weight are columns, and planned casts scale rows.
+        self.can_plan = not (layout.transposed and config.weight.granularity == "rowwise")
+        # A static scale is shared by all experts.
         stacked = layout.stacked and config.weight.scaling != "static"
         grid = ScaleGrid(config.weight, stacked=stacked, transposed=layout.transposed)
         self.weight = Fp8Weight(grid, scales.get("weight"))
@@ -125,124 +127,128 @@ class WeightMatmul:
         self._unwatched = self.spec
 
     def __deepcopy__(self, memo: dict) -> "WeightMatmul":
-        """Copy with the copied module's scales; a monitor is not copied."""
+        """Copy with the copied module's delayed scales, and without a watcher."""
         scales = {name: copy.deepcopy(scale, memo) for name, scale in self.scales.items()}
-        twin = WeightMatmul(self.config, self.layout, scales, self.spec.name)
-        twin.weight = copy.deepcopy(self.weight, memo)
-        twin.parts, twin._unwatched = self.parts, dataclasses.replace(twin.spec, gather=self.spec.gather)
-        twin.watch(None)
-        return twin
+        copied = WeightMatmul(self.config, self.layout, scales, self.spec.name)
+        copied.weight = copy.deepcopy(self.weight, memo)
+        copied.parts, copied._unwatched = self.parts, dataclasses.replace(copied.spec, gather=self.spec.gather)
+        copied.watch(None)
+        return copied
 
     def watch(self, watcher: Callable[[str, torch.Tensor, Quantized], None] | None) -> None:
-        """Call `watcher` with each operand's name, matrix and FP8 form.
+        """Call `watcher` for each cast of an operand, for `Float8Monitor`.
 
-        `Float8Monitor` uses it; None ends it.
+        Args:
+            watcher: Function of the operand's name, its values [rows, columns] and the result of the cast. None removes
+                the watcher.
         """
-        # Without a watcher return the previous object, which compiled code uses.
+        # Compiled code is guarded on the identity of the spec, so the same object is restored.
         self.spec = self._unwatched if watcher is None else dataclasses.replace(self._unwatched, watch=watcher)
 
-    def distribute(self, distribution: "ParallelStrategy") -> None:
-        """Gather whole weights as `distribution` does."""
-        self.parts = distribution.parts
-        self._unwatched = dataclasses.replace(self._unwatched, gather=distribution.gather)
+    def set_strategy(self, strategy: "ParallelStrategy") -> None:
+        """Use the gather and the parts of `strategy`."""
+        self.parts = strategy.parts
+        self._unwatched = dataclasses.replace(self._unwatched, gather=strategy.gather)
         self.watch(self.spec.watch)
 
     def weight_operand(self, weight: torch.Tensor, record: bool, both: bool) -> Quantized:
         """Return the weight as an operand [..., out_features, in_features].
 
-        Gathered codes are used directly; other weights are cast now.
+        Gathered codes are used directly; other weights are cast.
 
         Args:
-            weight: In any state.
-            record: Whether delayed scaling observes it.
-            both: Whether its codes are wanted transposed, too, if one launch makes both.
+            weight: Gathered, sharded or plain weight.
+            record: Whether delayed scaling observes the weight.
+            both: Whether to also return transposed codes, if one launch can write both.
         """
         if isinstance(weight, GatheredWeight):
             operand = quantized(weight)
         else:
             plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight
-            if self.weight.stands and not torch.compiler.is_compiling():
-                operand = self._held(weight, plain, record)
+            if self.weight.declared_unchanged and not torch.compiler.is_compiling():
+                operand = self._held_operand(weight, plain, record)
             else:
                 operand = self._quantized(plain, record, both)
         if self.layout.stacked and self.config.weight.granularity == "tensorwise":
-            # one scale for each expert, or the constant of all
+            # one scale per expert, or a static scale for all experts
             scale_inv = operand.scale_inv.reshape(-1).expand(weight.shape[0])
             operand = Quantized(operand.codes, scale_inv, operand.fmt, operand.block)
         return operand.t() if self.layout.transposed else operand
 
     def _quantized(self, plain: torch.Tensor, record: bool, both: bool) -> Quantized:
-        kept = self._cast_of(plain) if both and self.casts_alone and not self.parts else None
-        if kept is not None and plain.is_contiguous():
-            return kept(plain, self.scales.get("weight"), record)
+        planned = self._planned_cast_of(plain) if both and self.can_plan and not self.parts else None
+        if planned is not None and plain.is_contiguous():
+            return planned(plain, self.scales.get("weight"), record)
         return self.weight.whole(plain, record=record, both=both, **self.parts)
 
-    def _held(self, weight: torch.Tensor, plain: torch.Tensor, record: bool) -> Quantized:
-        """Return kept codes of an unchanged weight, in both layouts.
+    def _held_operand(self, weight: torch.Tensor, plain: torch.Tensor, record: bool) -> Quantized:
+        """Return the held codes of a weight that is declared unchanged.
 
-        Another or a changed weight is cast now.
+        They are in both layouts. A weight that was modified or replaced is cast again.
         """
-        # operators on a wrapper do not change the version of the wrapped tensor
+        # Operators on a wrapper do not change the version of the wrapped tensor, but are counted in `writes`.
         writes = weight.fp8_weight.writes if isinstance(weight, ShardedFloat8Weight) else 0
         key = plain.data_ptr(), plain.shape, version_of(plain), writes
-        held = self.weight.held
-        if held is None or held[0] != key:
-            # the weight too: its address goes to no other tensor meanwhile
-            held = self.weight.held = key, self._quantized(plain, record, True), plain
-        return held[1]
+        held_codes = self.weight.held_codes
+        if held_codes is None or held_codes[0] != key:
+            # The weight is held, too, so that no other tensor gets its address.
+            held_codes = self.weight.held_codes = key, self._quantized(plain, record, True), plain
+        return held_codes[1]
 
-    def _cast_of(self, plain: torch.Tensor) -> KeptCast | None:
-        """Return the planned cast in both layouts, for shape, dtype and device."""
+    def _planned_cast_of(self, plain: torch.Tensor) -> KeptCast | None:
+        """Return the planned cast of a weight to both layouts, or None."""
         key = plain.shape, plain.dtype, plain.device, type(plain)
-        if key not in self.kept:
-            self.kept.keep(key, kept_cast(plain, plain.shape, self.config.weight, same_codes=True))
-        return self.kept[key]
+        if key not in self.planned_casts:
+            self.planned_casts.keep(key, kept_cast(plain, plain.shape, self.config.weight, same_codes=True))
+        return self.planned_casts[key]
 
 
 class Float8Module(nn.Module):
-    """A module whose matmuls with some of its parameters run in FP8.
+    """Module whose matmuls with some of its parameters run in FP8.
 
-    It is a subclass of the module's class. Under FSDP2 the weights are gathered as FP8 codes, which the matmuls use
-    directly. The module keeps its parameters, gradients, hooks and state dicts.
+    Converted modules are instances of this class and of their original class. Under FSDP2 the weights are gathered as
+    FP8 codes, which the matmuls use directly. A module keeps its parameters, gradients, hooks and state dicts.
 
     Attributes:
-        fp8: The matmuls of each weight, by its name.
-        fp8_config: How to cast and gather.
-        fp8_layout: Where the weights are, and the forward.
-        distribution: Communication of the module with other ranks.
+        fp8: Matmuls of each weight, by name of the weight.
+        fp8_config: Configuration of casts, matmuls and gathers.
+        fp8_layout: Names and layout of the weights, and the forward.
+        fp8_strategy: Communication with other ranks during forward and backward.
     """
 
     fp8: dict[str, WeightMatmul]
     fp8_config: Float8LinearConfig
     fp8_layout: WeightLayout
-    distribution: ParallelStrategy
+    fp8_strategy: ParallelStrategy
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Return the original class's forward with FP8 matmuls."""
+        """Compute the forward of the original class with FP8 matmuls."""
         return self.fp8_layout.forward(self, *inputs, **options)
 
     @property
     def records(self) -> bool:
-        """True if delayed scaling observes a forward that runs now."""
-        # An evaluation must not move the scales of training.
+        """True if delayed scaling observes the current forward."""
+        # An evaluation must not change the scales of training.
         return self.training and torch.is_grad_enabled()
 
     def fp8_matmul(
         self, name: str, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return x @ weight.T in FP8.
-
-        Rows in groups, given by offsets, use the weight of their group.
+        """Return x @ weight.T, computed in FP8.
 
         Args:
-            name: The weight's name.
-            x: [..., in_features].
-            weight: The weight in any state, or this rank's part of it.
-            offsets: Where the rows of each group end.
+            name: Name of the weight.
+            x: float32, bfloat16 or float16 [..., in_features]; with `offsets`, [rows, in_features].
+            weight: Gathered, sharded or plain weight of this name, or this rank's part of it.
+            offsets: int32 or int64 [groups], index of the end of each group's rows; each group uses its matrix of a
+                stack of weights. None for a single matrix.
+
+        Returns:
+            [..., out_features] in the dtype of `x` (the autocast dtype under autocast).
 
         Raises:
-            Fp8Error: Shapes or offsets do not fit, the layout has no such weight, or it is distributed and not
-                gathered.
+            Fp8Error: If shapes or offsets do not fit, the layout has no such weight, or the weight is distributed and
+                not gathered.
         """
         keep_codes = self.keeps_codes(name, weight)
         y = fp8_linear(x, weight, self.fp8[name].spec, offsets, record=self.records, keep_codes=keep_codes)
@@ -251,13 +257,13 @@ class Float8Module(nn.Module):
         return y
 
     def keeps_codes(self, name: str, weight: torch.Tensor) -> bool:
-        """Return whether a backward reuses the forward's codes of a weight.
+        """Return whether the backward reuses the forward's codes of a weight.
 
         Raises:
-            Fp8Error: The layout has no such weight, or it is distributed and not gathered.
+            Fp8Error: If the layout has no such weight, or the weight is distributed and not gathered.
         """
         if name not in self.fp8:
-            raise Fp8Error(f"{name!r} is no weight of this module: its layout names {list(self.fp8)}.")
+            raise Fp8Error(f"{name!r} is not a weight of this module: its layout names {list(self.fp8)}.")
         if isinstance(weight, DTensor):
             raise Fp8Error(
                 f"The weight {name} of {type(self).__name__} is distributed and not gathered. Call the model through "
@@ -265,43 +271,46 @@ class Float8Module(nn.Module):
                 "Float8ColwiseParallel and Float8RowwiseParallel."
             )
         if torch.compiler.is_compiling():
-            # Compilers keep casts that they generate if that pays. They would repeat launches in the backward.
+            # For casts that compilers generate, they decide themselves whether to recompute them. Kernels of this
+            # project would be launched again in the backward.
             cast = self.fp8_config.weight
             launched = cast.scaling != "static"
-            return launched and not isinstance(weight, GatheredWeight) and self.distribution.gather is None
+            return launched and not isinstance(weight, GatheredWeight) and self.fp8_strategy.gather is None
         if self.fp8_config.all_gather or self.fp8[name].scales:
-            refuse_fsdp1(weight)
-        # Such a weight is available without a gather, so its codes are never freed.
+            raise_if_fsdp1(weight)
+        # FSDP2 frees other weights between forward and backward, where saved codes would take their place in memory. A
+        # wrapper in this call is not sharded, and remains in memory.
         return isinstance(weight, ShardedFloat8Weight)
 
-    def distribute(self, distribution: ParallelStrategy) -> None:
-        """Set the communication strategy of the module."""
-        self.distribution = distribution
+    def set_strategy(self, strategy: ParallelStrategy) -> None:
+        """Set the communication of the module and its matmuls."""
+        self.fp8_strategy = strategy
         for matmul in self.fp8.values():
-            matmul.distribute(distribution)
+            matmul.set_strategy(strategy)
 
     def extra_repr(self) -> str:
-        """Show how the weights are cast."""
+        """Return names and cast of the weights."""
         cast = self.fp8_config.weight
         each = " for each expert" * self.fp8_layout.stacked
         return f"{', '.join(self.fp8)}, fp8={cast.scaling} {cast.granularity} {cast.format}{each}"
 
 
-_ADDED = ("fp8", "fp8_config", "fp8_layout", "distribution")
-"""Attributes that a converted module adds, besides delayed scales."""
+_ADDED = ("fp8", "fp8_config", "fp8_layout", "fp8_strategy")
+"""Attributes that conversion adds to a module, besides delayed scales."""
 
 
 def to_fp8(module: Any, cls: type[Float8Module], layout: WeightLayout, config: Float8LinearConfig) -> None:
-    """Turn a module into an instance of `cls`, in place.
+    """Change a module's class to a subclass of `cls`, in place.
 
     Args:
-        module: It has the parameters that the layout names.
+        module: Module with the parameters that the layout names.
         cls: Additional base class of the converted module.
-        layout: How the weights lie, and the forward.
-        config: How to cast and gather.
+        layout: Names and layout of the weights, and the forward.
+        config: Configuration of casts, matmuls and gathers.
 
     Raises:
-        Fp8Error: A weight is missing or has another number of dimensions or experts, or the class cannot be changed.
+        Fp8Error: If a weight is missing or has the wrong number of dimensions, weights differ in their number of
+            experts, the recipe does not support the layout, or the class of the module cannot be changed.
     """
     _check(module, layout, config)
     before = type(module)
@@ -309,7 +318,7 @@ def to_fp8(module: Any, cls: type[Float8Module], layout: WeightLayout, config: F
         module.__class__ = _fp8_class(cls, before)
     except TypeError as error:
         raise Fp8Error(
-            f"{before.__name__} does not allow another class ({error}). Leave it out with module_filter_fn."
+            f"The class {before.__name__} of a module cannot be changed ({error}). Exclude it with module_filter_fn."
         ) from error
     rebind(module, before)
     module.fp8_config, module.fp8_layout = config, layout
@@ -319,17 +328,17 @@ def to_fp8(module: Any, cls: type[Float8Module], layout: WeightLayout, config: F
         scales = {}
         for operand in OPERANDS:
             state = _delayed(getattr(config, operand), config, operand, weight, stacked=layout.stacked)
-            # of linear layers without the weight's name, and None where nothing is delayed
+            # None if the operand has no delayed scaling
             setattr(module, scale_name(module, operand, name), state)
             if state is not None:
                 scales[operand] = state
         module.fp8[name] = WeightMatmul(config, layout, scales, type(module).__name__)
-    module.distribute(WHOLE)
+    module.set_strategy(DEFAULT_STRATEGY)
     keep_state_dicts_plain(module)
 
 
 def to_original(module: Any) -> None:
-    """Undo `to_fp8` without changing the weights."""
+    """Undo `to_fp8`; the weights do not change."""
     after = type(module)
     for name in module.fp8:
         for operand in OPERANDS:
@@ -342,13 +351,13 @@ def to_original(module: Any) -> None:
 
 
 def scale_name(module: nn.Module, operand: str, weight: str) -> str:
-    """Return the attribute name of an operand's delayed scale."""
+    """Return the name of the attribute for an operand's delayed scale."""
     return f"fp8_{operand}" if isinstance(module, nn.Linear) else f"fp8_{operand}_{weight}"
 
 
 def original_class(cls: type) -> Any:
     """Return the class that a module had before it was converted."""
-    # (made class, Float8Linear, Float8Module, original, ...): the first that is not FP8
+    # The order is (generated class, Float8Linear, Float8Module, original class, ...).
     return next(base for base in cls.__mro__ if not issubclass(base, Float8Module))
 
 
@@ -359,8 +368,8 @@ def with_bias(output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 @cache
 def _fp8_class(cls: type[Float8Module], original: type[nn.Module]) -> type[Float8Module]:
-    """Return `cls`, or a subclass of `cls` and a user's class."""
-    # The same class for all modules of a kind (cached): type checks and compiled code then see one.
+    """Return `cls`, or a subclass of `cls` and another original class."""
+    # Cached, so that modules of one class are converted to one class, and share compiled code.
     if issubclass(cls, original):
         return cls
     return type(f"Float8{original.__name__}", (cls, original), {"__module__": original.__module__})
@@ -369,9 +378,9 @@ def _fp8_class(cls: type[Float8Module], original: type[nn.Module]) -> type[Float
 def _delayed(
     cast: CastRecipe, config: Float8LinearConfig, operand: str, weight: torch.Tensor, *, stacked: bool
 ) -> DelayedScale | None:
-    """Return an operand's delayed-scaling state, None for other scaling.
+    """Create the delayed scale of an operand; return None for other scaling.
 
-    A stack has one scale per expert.
+    Operands of a stack of weights have one scale per expert.
     """
     if cast.scaling != "delayed":
         return None
@@ -385,22 +394,23 @@ def _delayed(
 
 
 def _check(module: nn.Module, layout: WeightLayout, config: LinearConfig) -> None:
+    """Raise if a module's parameters do not match layout and recipe."""
     name = type(module).__name__
     if config.weight.granularity == "mx" and (layout.stacked or layout.transposed):
         raise Fp8Error(
-            f"{name} cannot compute in MX: its weights are no [out_features, in_features]. Give it another recipe, or "
+            f"{name} cannot compute in MX: its weights are not [out_features, in_features]. Select another recipe, or "
             "leave it out with module_filter_fn."
         )
     if isinstance(module, nn.Linear):
         return
     shapes = {name: getattr(module._parameters.get(name), "shape", None) for name in layout.weights}
     dimensions = 2 + layout.stacked + layout.projections
-    fit = all(shape is not None and len(shape) == dimensions and 0 not in shape for shape in shapes.values())
+    all_fit = all(shape is not None and len(shape) == dimensions and 0 not in shape for shape in shapes.values())
     experts = {shape[0] for shape in shapes.values() if shape}
-    if not fit or (layout.stacked and len(experts) != 1):
+    if not all_fit or (layout.stacked and len(experts) != 1):
         shapes_given = ", ".join(
             f"{name} {'missing' if shape is None else list(shape)}" for name, shape in shapes.items()
         )
         number = {3: "three", 4: "four"}.get(dimensions)
-        wanted = f"[experts, ...] of {number} dimensions for the same experts" if number else "of two dimensions"
-        raise Fp8Error(f"{name} cannot be converted: its layout names weights {wanted}, got {shapes_given}.")
+        expected = f"[experts, ...] of {number} dimensions for the same experts" if number else "of two dimensions"
+        raise Fp8Error(f"{name} cannot be converted: its layout names weights {expected}, got {shapes_given}.")

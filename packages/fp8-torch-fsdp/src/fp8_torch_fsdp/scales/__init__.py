@@ -1,1 +1,1 @@
-"""Scales of weights and of earlier steps, and agreement between ranks."""
+"""Scales of weights, delayed scaling, and agreement between ranks."""

@@ -10,13 +10,23 @@ from fp8_torch_fsdp.scales.sync import synchronize_all
 class DelayedState:
     """State of a model's delayed scaling; a `Stateful`, like an optimizer.
 
+    Save and load it next to the model, whose state dict has the keys of the unconverted model:
+
         dcp.save({"model": ..., "optimizer": ..., "delayed": DelayedState(model)}, checkpoint_id=folder)
 
-    The model's own state dict has the keys of the unconverted model. A run that resumes without this state begins with
-    dynamic scales: healthy, but not equal in its bits.
+    A run that resumes without this state begins with dynamic scales, and does not compute the same bits as an
+    uninterrupted run.
 
     Args:
-        model: A converted model; without delayed scaling there is nothing to save.
+        model: Converted model. Without delayed scaling its state is empty.
+
+    Example:
+        >>> model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)), recipe="tensorwise_delayed")
+        >>> model(torch.full((8, 64), 2.0)).sum().backward()
+        >>> state = DelayedState(model).state_dict()
+        >>> list(state)[:3]
+        ['0.fp8_input.scale', '0.fp8_input.history', '0.fp8_input.ready']
+        >>> DelayedState(model).load_state_dict(state)
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -25,11 +35,12 @@ class DelayedState:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return five tensors for each delayed scale, by module name.
 
-        `scale` and `history` are float32 [...] and [..., window], `ready` and `late` bool, `observed` int32 bits, where
-        [...] is [experts] for stacks, else [].
+        Collective: call it on all ranks, which first combine their observations. The state is therefore exact after a
+        step, and also between a backward and its step.
 
-        Every rank calls it: the ranks first combine their observations, so that the state is exact after a step
-        and between a backward and its step.
+        Returns:
+            `<module>.scale` and `.history`, float32 [...] and [..., window]; `.ready` and `.late`, bool [...]; and
+            `.observed`, int32 [...], the bits of an amax. [...] is [experts] for stacks of experts, else [].
         """
         synchronize_all(self._model, roll=False)
         return {
@@ -40,10 +51,10 @@ class DelayedState:
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Load `state_dict` on any number of ranks.
 
-        Scales that are not in it are re-initialized.
+        Delayed scales that are missing in it are re-initialized.
 
         Raises:
-            RuntimeError: A tensor has another shape, from another window or number of experts.
+            RuntimeError: If a tensor has another shape, because the window or the number of experts differs.
         """
         for name, scale in self._scales():
             scale.reset_parameters()

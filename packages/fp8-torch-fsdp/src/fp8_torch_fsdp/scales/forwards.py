@@ -1,11 +1,12 @@
-"""`Forwards`: each backward multiplies by the codes of its forward.
+"""`Forwards`: makes each backward multiply by the codes of its forward.
 
-Mean teachers, evaluations with averaged weights, losses of two forwards: between a forward and its backward weights
-change, or another forward replaces the codes. So each forward keeps this rank's codes of each weight. Hooks on the
-outputs of FSDP modules hold it until their backward has passed. In the backward FSDP2 gathers it, and gathers codes of
-another forward again. All ranks run the same backward, and so the same gathers.
+Between a forward and its backward, weights may change, or another forward may replace the codes: with mean teachers,
+evaluations with averaged weights, or losses of two forwards. Therefore each forward keeps this rank's codes of each
+weight. Hooks on the outputs of FSDP modules hold the forward until their backward has run. FSDP2 gathers its codes in
+that backward, and gathers again if it holds codes of another forward. All ranks run the same backward, so all of them
+run the same gathers.
 
-The newest codes are kept in any case. Others live while their graph does: 1 byte per element of a shard.
+The newest codes are always kept. Others are freed with their graph; they need 1 byte per element of a shard.
 """
 
 import functools
@@ -14,27 +15,27 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fp8_common.torch_layers.sharding import fsdp_forwards as fsdp
-from fp8_torch_fsdp.scales.weight import Fp8Weight, Sent
+from fp8_torch_fsdp.scales.weight import CodeSnapshot, Fp8Weight
 
 
 class Forward:
     """This rank's codes of the weights of one forward.
 
-    Immutable: a write inside of a forward makes another.
+    Immutable: a write during a forward creates another `Forward`.
 
     Args:
-        sent: By weight.
-        first_node: Number of autograd's nodes from which on they are of this forward.
+        snapshots: Codes of each weight.
+        first_node: Smallest sequence number of the autograd nodes of this forward.
     """
 
-    def __init__(self, sent: dict[Fp8Weight, Sent], first_node: int) -> None:
-        self.sent, self.first_node = sent, first_node
+    def __init__(self, snapshots: dict[Fp8Weight, CodeSnapshot], first_node: int) -> None:
+        self.snapshots, self.first_node = snapshots, first_node
 
 
 class Pending:
-    """Two hooks at a module output: restore its forward, release it.
+    """Backward hooks of a module's output that begin and release its forward.
 
-    Released when its graph is freed.
+    The hooks are freed with the graph.
     """
 
     def __init__(self, forwards: "Forwards", forward: Forward) -> None:
@@ -42,17 +43,17 @@ class Pending:
         self._forward: Forward | None = forward
 
     def begin(self, grad: object) -> None:
-        """Gather the forward's codes from now on.
+        """Gather the codes of the forward from now on.
 
-        Runs before FSDP2's own hook.
+        This hook runs before FSDP2's hook, which gathers.
         """
         if self._forward is not None:
             self._forwards.enter(self._forward)
 
     def end(self, *grads: object) -> None:
-        """Release the forward.
+        """Release the forward, unless the backward retains its graph.
 
-        Not if only the gradient of the output was requested, whose node has not run.
+        The hook does not run if only the gradient of the output is requested; the forward is then freed with its graph.
         """
         if not fsdp.keeps_graph():
             self._forward = None
@@ -62,39 +63,39 @@ class Forwards:
     """Forwards of a root that may run backward, and the current one.
 
     Args:
-        weights: The weights of the root.
+        weights: Weights of the root.
 
     Attributes:
-        current: The forward that began last.
+        current: Forward that began last; None if no later backward needs it.
     """
 
     def __init__(self, weights: Sequence[Fp8Weight]) -> None:
         self._weights = weights
         self.current: Forward | None = None
         self._entered: Forward | None = None
-        self._task = -1  # the backward that it was entered in
+        self._task = -1  # autograd's id of the backward in which it was entered
         self._pending: list[weakref.ref[Forward]] = []
 
     def begin(self, weights: Iterable[Fp8Weight]) -> None:
-        """Begin a forward that multiplies by the last codes."""
-        sent: dict[Fp8Weight, Any] = {weight: weight.newest for weight in weights}
-        self.current = Forward(sent, fsdp.next_node())
+        """Begin a forward that multiplies by the newest codes of `weights`."""
+        snapshots: dict[Fp8Weight, Any] = {weight: weight.newest for weight in weights}
+        self.current = Forward(snapshots, fsdp.next_node())
         if not fsdp.in_backward():
-            self._entered, self._task = None, -1  # an exception may have left them
+            self._entered, self._task = None, -1  # set if an exception ended a backward
 
     def replace(self, weight: Fp8Weight) -> None:
-        """Replace the codes of a weight inside of the current forward.
+        """Replace the codes of a weight during the current forward.
 
-        Earlier uses keep the old codes.
+        The backward of earlier uses in this forward multiplies by the previous codes.
         """
         if self.current is not None:
             newest: Any = weight.newest
-            self.current = Forward({**self.current.sent, weight: newest}, self.current.first_node)
+            self.current = Forward({**self.current.snapshots, weight: newest}, self.current.first_node)
 
     def watch(self, output: Any) -> None:
-        """Hold the current forward while `output`'s graph may run backward.
+        """Hold the current forward as long as `output`'s graph.
 
-        A backward may also repeat the forward.
+        In a backward, where activation checkpointing repeats forwards, hold the forward of that backward.
         """
         forward = self.find() if fsdp.in_backward() else self.current
         if forward is None:
@@ -108,40 +109,40 @@ class Forwards:
     def find(self) -> Forward | None:
         """Return the forward of the running backward.
 
-        It is the last hook's, else the forward that made the running node.
+        It is the one that a hook entered last, or else the one that created the running autograd node.
         """
         if self._task != -1:
             return self._entered
-        node, alive = fsdp.running_node(), [one() for one in self._pending]
-        earlier = [one for one in alive if one is not None and one.first_node <= node]
-        return max(earlier, key=lambda one: one.first_node, default=None)
+        node, alive = fsdp.running_node(), [reference() for reference in self._pending]
+        earlier = [forward for forward in alive if forward is not None and forward.first_node <= node]
+        return max(earlier, key=lambda forward: forward.first_node, default=None)
 
     def enter(self, forward: Forward) -> None:
         """Gather the codes of `forward` until the running backward ends."""
         task = fsdp.graph_task()
-        if task != self._task:  # of a reentrant checkpoint: inside of another backward
+        if task != self._task:  # a new backward; reentrant checkpointing nests them
             fsdp.at_end_of_backward(functools.partial(self._leave, self._entered, self._task))
         elif forward is self._entered:
             return
         self._entered, self._task = forward, task
-        self._bring_back(forward)
+        self._regather(forward)
 
     def _leave(self, forward: Forward | None, task: int) -> None:
         self._entered, self._task = forward, task
         if forward is None:
             for weight in self._weights:
                 if weight.shard is None and weight.newest is not None:
-                    weight.take(weight.newest)
+                    weight.restore_scales(weight.newest)
 
-    def _bring_back(self, forward: Forward) -> None:
-        """Gather again parameters that FSDP2 holds, or prefetches, of another forward."""
-        for weight, sent in forward.sent.items():
+    def _regather(self, forward: Forward) -> None:
+        """Gather weights again of which FSDP2 holds or prefetches other codes."""
+        for weight, snapshot in forward.snapshots.items():
             if weight.shard is None:
-                weight.take(sent)
-            elif weight.number != sent.number and (weight.shard.is_gathered or weight.shard.is_in_flight):
+                weight.restore_scales(snapshot)
+            elif weight.number != snapshot.number and (weight.shard.is_gathered or weight.shard.is_in_flight):
                 weight.shard.regather()
 
-    def sent_in_backward(self, weight: Fp8Weight) -> Any:
+    def snapshot_in_backward(self, weight: Fp8Weight) -> Any:
         """Return this rank's codes of a weight that a backward gathers."""
         forward = self.find()
-        return weight.newest if forward is None else forward.sent.get(weight, weight.newest)
+        return weight.newest if forward is None else forward.snapshots.get(weight, weight.newest)

@@ -1,4 +1,4 @@
-"""Invalidate stale scales without a host sync."""
+"""Invalidate stale scales on the device, without a host sync."""
 
 import torch
 
@@ -7,19 +7,19 @@ from fp8_common.torch.compat import assert_on_device
 
 
 def nan_if_stale(scale: torch.Tensor, stale: torch.Tensor, message: str) -> torch.Tensor:
-    """Return the scale, unless it is stale.
+    """Return the scale, or NaN if stale; raise on a CPU.
 
-    No Python branch on a tensor: it would break graphs, and wait for a GPU. There an assertion would end the process:
-    a stale scale is NaN, and so is every result of it. Compilers that recompute a cast leave assertions out, so it is
-    NaN on a CPU too, where an assertion raises otherwise.
+    A Python branch on `stale` would break compiled graphs and wait for the GPU, and a failed assertion on a GPU would
+    end the process. Therefore a stale scale becomes NaN there, as do all results computed with it. It also becomes NaN
+    on a CPU, because compilers that recompute a cast drop the assertion.
 
     Args:
         scale: float32, any shape.
         stale: bool scalar.
-        message: What to do about it.
+        message: Message of the error.
 
     Raises:
-        RuntimeError: The scale is stale, on a CPU.
+        RuntimeError: If the scale is stale and on a CPU.
     """
     if scale.device.type == "cpu":
         assert_on_device(~stale, message)
@@ -29,13 +29,11 @@ def nan_if_stale(scale: torch.Tensor, stale: torch.Tensor, message: str) -> torc
 def poison_codes_if_stale(codes: torch.Tensor, stale: torch.Tensor, fmt: Format) -> None:
     """Write NaN to the first row of codes with a stale scale.
 
-    Other ranks gather these codes.
-
-    They have the scale that this rank does not use any more.
+    Other ranks gather these codes and decode them with their own scale, which is not NaN.
 
     Args:
-        codes: float8 [rows, ...], changed in place.
+        codes: float8 [rows, ...], modified in place.
         stale: bool scalar.
-        fmt: Their format.
+        fmt: Format of the codes.
     """
     codes.view(torch.uint8)[:1].masked_fill_(stale, fmt.nan_code)

@@ -1,4 +1,4 @@
-"""Hooks of models with delayed scales and no FP8 gathers."""
+"""Forward hooks of models with delayed scales and no FP8 gathers."""
 
 from typing import Any
 
@@ -11,10 +11,13 @@ from fp8_torch_fsdp.scales.sync import ScaleSync, sync_of
 
 
 def synchronize_before_forward(model: nn.Module) -> None:
-    """Synchronize delayed scales before forwards, unless FSDP2's gathers do it."""
-    forget_sync(model)  # more of its layers may have been converted
+    """Register hooks that synchronize delayed scales before each forward.
+
+    The hooks do nothing once FSDP2 or `fully_shard_traceable` gathers weights of the model in FP8.
+    """
+    forget_sync(model)  # from an earlier conversion of other layers
     ScaleSync.of_module(model)
-    # a function, not a method of a sync: a copy of the model has another sync
+    # Functions, not methods of the sync: a copied model has the same hooks and another sync.
     before: Any = torch.compiler.disable(_before_forward)
     after: Any = torch.compiler.disable(_after_forward)
     before.of_fp8_sync = after.of_fp8_sync = True
@@ -36,20 +39,21 @@ def forget_sync(model: nn.Module) -> None:
 
 
 def _before_forward(model: nn.Module, args: object) -> None:
-    """Synchronize a model that FSDP2 gathers nothing in FP8 for."""
+    """Synchronize the delayed scales of a model without FP8 gathers."""
     sync = sync_of(model)
-    if sync is None:
-        sync = ScaleSync.of_module(model)  # of a copied model
-        # its window is due if it was copied between an optimizer step and the forward after it
-        sync.groups[0].due = any(bool(scale.late.any()) for scale in sync.scales if not scale.late.is_meta)
+    if sync is None:  # a copied model
+        sync = ScaleSync.of_module(model)
+        # Windows must roll if the model was copied between an optimizer step and the next forward.
+        sync.groups[0].needs_roll = any(bool(scale.late.any()) for scale in sync.scales if not scale.late.is_meta)
     if sync.sharded:
         return
-    changed = bool(sync.scales) and sync.tree.has_changed(model)
+    changed = bool(sync.scales) and sync.structure.has_changed(model)
     if changed:
         weights = (shard.local.fp8_weight for shard in fsdp.shards(model) if hasattr(shard.local, "fp8_weight"))
         first = next((weight for weight in weights if weight.sync is None), None)
         if first is not None:
-            # a root whose own FSDP group is empty comes here before its first gather; the sync of that takes the scales
+            # A root without parameters in its own FSDP group runs this hook before the first gather. The sync created
+            # here holds the delayed scales from now on.
             ScaleSync.at_first_gather(first)
             return
     sync.before_forward(model, sync.weights, changed)

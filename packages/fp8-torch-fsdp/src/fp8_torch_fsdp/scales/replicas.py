@@ -1,6 +1,7 @@
-"""Delayed scaling under `DistributedDataParallel`: ranks combine only their observations.
+"""Find a model's DDP ranks and exclude delayed scales from broadcasts.
 
-DDP would send the scales and histories of its first rank to all others before each forward, because they are buffers.
+Under `DistributedDataParallel`, ranks combine the observations of their delayed scales. Scales and histories are
+buffers, which DDP would otherwise broadcast from its first rank before each forward.
 """
 
 import warnings
@@ -17,24 +18,26 @@ from fp8_torch_fsdp.scales.delayed import BUFFERS, DelayedScale
 
 
 def group_of_replicas(
-    scales: Sequence[DelayedScale], *, due: bool, before: dist.ProcessGroup | None
+    scales: Sequence[DelayedScale], *, needs_roll: bool, before: dist.ProcessGroup | None
 ) -> dist.ProcessGroup | None:
-    """Return the DDP ranks of the model; exclude `scales` from broadcasts.
-
-    A DDP that called the model earlier counts, too.
+    """Return a model's DDP ranks; exclude its delayed scales from broadcasts.
 
     Args:
         scales: All delayed scales of the model.
-        due: Whether the windows move in this forward if it has gradients.
-        before: Result of the last call.
+        needs_roll: Whether the windows roll in this forward, if it has gradients.
+        before: Result of the last call, which is returned if no DDP is running: the module inside of a DDP may be
+            called directly.
+
+    Returns:
+        The ranks that combine observations. None without a DDP, and after the warning about training without it.
 
     Raises:
-        Fp8Error: The DDP runs under `join()`, where ranks end one after the other.
+        Fp8Error: If the DDP runs under `join()`, where ranks may end at different steps.
     """
     ddp = compat.running_ddp()
     if ddp is None:
-        # `ddp.module(...)`: who trains so does not call the others
-        alone = before is not None and due and torch.is_grad_enabled() and not in_backward()
+        # Training by `ddp.module(...)`: the other ranks may not call it, so observations cannot be combined.
+        alone = before is not None and needs_roll and torch.is_grad_enabled() and not in_backward()
         if alone:
             warnings.warn(
                 "A model with delayed scaling is trained outside of the forward of its DistributedDataParallel: each "
@@ -48,16 +51,16 @@ def group_of_replicas(
     if compat.joins(ddp):
         raise Fp8Error(
             "Delayed scaling does not work under DistributedDataParallel.join(): ranks that have ended cannot combine "
-            "amaxes. Give all ranks the same number of batches, or use a recipe with dynamic scaling."
+            "observations. Give all ranks the same number of batches, or use a recipe with dynamic scaling."
         )
-    _keep_from_broadcasts(ddp, scales)
+    _exclude_from_broadcasts(ddp, scales)
     return ddp.process_group
 
 
-def _keep_from_broadcasts(ddp: DistributedDataParallel, scales: Sequence[DelayedScale]) -> None:
-    """Make DDP ignore the buffers of scales, from its next forward on."""
+def _exclude_from_broadcasts(ddp: DistributedDataParallel, scales: Sequence[DelayedScale]) -> None:
+    """Exclude delayed scales from broadcasts, from DDP's next forward on."""
     if not any(buffer is scales[0].scale for buffer in ddp.modules_buffers):
         return
-    wanted = {id(scale) for scale in scales}
-    names = [name for name, module in ddp.module.named_modules() if id(module) in wanted]
+    scale_ids = {id(scale) for scale in scales}
+    names = [name for name, module in ddp.module.named_modules() if id(module) in scale_ids]
     compat.ignore_buffers(ddp, {f"{name}.{buffer}".lstrip(".") for name in names for buffer in BUFFERS})

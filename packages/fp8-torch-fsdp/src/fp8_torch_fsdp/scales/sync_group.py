@@ -1,4 +1,4 @@
-"""`SyncGroup`: weights of one all-reduce; `Tree`: detects changes of a model."""
+"""`SyncGroup`: weights of one all-reduce; `ModelStructure`: detects changes of a model."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -16,58 +16,64 @@ from fp8_torch_fsdp.scales.weight import Fp8Weight
 
 @dataclasses.dataclass(eq=False)
 class SyncGroup:
-    """Weights and delayed scales that the same ranks agree on.
+    """Weights and delayed scales that the same ranks share.
 
     Attributes:
-        ranks: The ranks; None for this rank alone.
-        weights: Weights.
+        ranks: Process group of the ranks; None for this rank alone.
+        weights: Weights that the ranks gather in FP8.
         scales: Delayed scales.
-        due: Whether an optimizer step ended since the last agreement.
+        needs_roll: Whether the windows roll at the next synchronization: an optimizer step ended since the last one.
     """
 
     ranks: dist.ProcessGroup | None
     weights: list[Fp8Weight] = dataclasses.field(default_factory=list)
     scales: list[DelayedScale] = dataclasses.field(default_factory=list)
-    due: bool = False
+    needs_roll: bool = False
 
 
-class Tree:
-    """Modules and parameters of a model at the last look.
+class ModelStructure:
+    """Modules and parameters of a model at the last check.
 
-    A look costs a model of any size a few microseconds: it compares numbers of objects and keeps none alive.
+    A check compares ids of objects, which takes microseconds. It does not keep modules and parameters alive.
     """
 
     def __init__(self) -> None:
         self._tables: list[dict] = []
-        self._numbers: list[int] = []
+        self._ids: list[int] = []
 
     def has_changed(self, root: nn.Module) -> bool:
-        """Return whether a module or parameter changed; true at first."""
-        if self._tables and self._numbers == self._look():
+        """Return whether a module or parameter was replaced since the last check.
+
+        The first check returns True.
+        """
+        if self._tables and self._ids == self._current_ids():
             return False
         self._tables = [table for module in root.modules() for table in (module._modules, module._parameters)]
-        self._numbers = self._look()
+        self._ids = self._current_ids()
         return True
 
-    def _look(self) -> list[int]:
+    def _current_ids(self) -> list[int]:
         return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
 
 
 def sorted_by_ranks(
     weights: Iterable[Fp8Weight],
     scales: Sequence[DelayedScale],
-    held: Sequence[Shard],
+    shards: Sequence[Shard],
     meshes: Sequence[DeviceMesh] = (),
 ) -> list[SyncGroup]:
-    """Group weights and delayed scales by the ranks that agree.
+    """Group weights and delayed scales by the ranks that share them.
 
-    Delayed scales of a layer join the ranks of its weight.
+    The delayed scales of a layer are shared by the ranks that hold parts or copies of its weight.
 
     Args:
-        weights: Weights.
+        weights: Weights that FSDP2 gathers in FP8.
         scales: Delayed scales of the same model.
-        held: All of its parameters that FSDP2 shards.
-        meshes: Those of parameters that something else distributes, tensor parallelism for example.
+        shards: All parameters of the model that FSDP2 shards.
+        meshes: Meshes of parameters that are distributed otherwise, for example by tensor parallelism.
+
+    Returns:
+        The groups in the same order on all ranks, largest first.
     """
     groups: dict[dist.ProcessGroup | None, SyncGroup] = {}
 
@@ -75,19 +81,19 @@ def sorted_by_ranks(
         return groups.setdefault(ranks, SyncGroup(ranks))
 
     for weight in weights:
-        # delayed scaling combines the observations of all ranks with a copy: then weights join these, for one reduction
+        # Delayed scales are combined over replicas, too. Weights then use the same ranks, for a single all-reduce.
         of(weight.group(replicas=bool(scales))).weights.append(weight)
-    of_scale = {id(scale): shard for shard in held for scale in shard.module.children()}
-    largest = max(held, key=lambda shard: len(shard.peers(replicas=True)), default=None)
+    of_scale = {id(scale): shard for shard in shards for scale in shard.module.children()}
+    largest = max(shards, key=lambda shard: len(shard.peers(replicas=True)), default=None)
     for scale in scales:
-        # all ranks, for layers that FSDP2 ignores
+        # Layers that FSDP2 ignores are shared by all ranks.
         shard = of_scale.get(id(scale), largest)
         of(_all_of(meshes) if shard is None else shard.group(replicas=True)).scales.append(scale)
     return sorted(groups.values(), key=lambda group: _order(group.ranks))
 
 
 def _all_of(meshes: Sequence[DeviceMesh]) -> dist.ProcessGroup | None:
-    """Return all ranks of the largest mesh; None without any."""
+    """Return all ranks of the largest mesh, or None without meshes."""
     mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
     return (
         None if mesh is None else group_of_ranks(ranks_along(mesh, [True] * mesh.ndim), mesh.get_group(mesh.ndim - 1))
@@ -95,6 +101,6 @@ def _all_of(meshes: Sequence[DeviceMesh]) -> dist.ProcessGroup | None:
 
 
 def _order(ranks: dist.ProcessGroup | None) -> tuple[int, list[int]]:
-    """Return a sort key, largest groups first, equal on all ranks."""
+    """Return a sort key equal on all ranks, largest groups first."""
     members = [] if ranks is None else sorted(dist.get_process_group_ranks(ranks))
     return -len(members), members

@@ -1,4 +1,4 @@
-"""`weights_unchanged`: a user-declared window with one cast per weight."""
+"""`weights_unchanged`: a context in which each weight is cast once."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,41 +13,46 @@ from fp8_torch_fsdp.scales.weight import Fp8Weight
 
 @contextlib.contextmanager
 def weights_unchanged(model: nn.Module) -> Iterator[None]:
-    """Cast each weight of `model` once while this context is open.
+    """Cast each weight of `model` only once while this context is open.
 
-    For gradient accumulation, recomputation and evaluation.
+    Use it for gradient accumulation, recomputation and evaluation. All ranks open and close it at the same places. The
+    results are bit-identical to those without it.
 
-        with weights_unchanged(model):
-            for batch in micro_batches:
-                loss(model(batch)).backward()
-        optimizer.step()
+    Under FSDP2, the first forward computes scales and casts; later forwards send the same codes, without an all-reduce
+    for weights. Weights that are not gathered in FP8 hold their codes in both layouts meanwhile, 2 bytes per element.
+    Compiled code casts such weights in each forward.
 
-    All ranks open and close it at the same places. Numbers stay the same bits. Under FSDP2 the first forward computes
-    scales and casts; later ones send the same codes, without an all-reduce for weights. Weights that no rank gathers in
-    FP8 hold their codes both ways meanwhile, 2 bytes for each element. In compiled code they are cast as before.
-
-    An optimizer that steps inside raises before it changes anything. Other writes that torch counts are noticed too:
-    of sharded weights they raise, others are cast again. Writes through `.data` and by foreign kernels are not seen.
+    An optimizer step on these weights raises an error before it changes a weight. Other writes that torch counts are
+    detected, too: for sharded weights the next forward raises, other weights are cast again. Writes through `.data` of
+    plain weights, and writes by kernels outside of torch, are not detected.
 
     Args:
-        model: The converted model, or a part of it, sharded or not.
+        model: Converted model, or a part of it, sharded or not.
 
     Raises:
-        Fp8Error: An optimizer of these weights steps inside.
-        Fp8StaleError: A sharded weight was changed inside, in the next forward.
+        Fp8Error: If an optimizer of these weights steps in the context.
+        Fp8StaleError: If a sharded weight was modified in the context; raised by the next forward.
+
+    Example:
+        >>> model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with weights_unchanged(model):
+        ...     for micro_batch in torch.randn(4, 8, 64):
+        ...         model(micro_batch).square().mean().backward()
+        >>> optimizer.step()
     """
-    opened = [weight for weight in _weights(model) if not weight.stands]
+    opened = [weight for weight in _weights(model) if not weight.declared_unchanged]
     for weight in opened:
-        weight.stands, weight.newest = True, None  # earlier codes may be of other values
+        weight.declared_unchanged, weight.newest = True, None  # earlier codes may have been cast from other values
     if opened:
-        optimizer_hook.refuse_while_unchanged(model, opens=True)
+        optimizer_hook.check_steps_while_unchanged(model, enabled=True)
     try:
         yield
     finally:
         for weight in opened:
-            weight.stands, weight.held = False, None
+            weight.declared_unchanged, weight.held_codes = False, None
         if opened:
-            optimizer_hook.refuse_while_unchanged(model, opens=False)
+            optimizer_hook.check_steps_while_unchanged(model, enabled=False)
 
 
 def _weights(model: nn.Module) -> list[Fp8Weight]:

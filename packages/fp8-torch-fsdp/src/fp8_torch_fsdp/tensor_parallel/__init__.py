@@ -1,1 +1,1 @@
-"""Tensor parallelism with FP8 communication; styles for `parallelize_module`."""
+"""Tensor parallelism with FP8 communication: styles for `parallelize_module`."""

@@ -1,10 +1,8 @@
 """FP8 communication between tensor-parallel ranks.
 
-Codes are sent if one scale serves all uses, else values.
-
-A matrix that is sharded along the sequence is cast before it is gathered, with the largest amax of all ranks, so that
-the codes equal the whole matrix's. Recipes that cast a matrix twice, along its rows and along its columns, need the
-values; for them torch's own gather runs.
+A matrix that is sharded along the sequence is cast before it is gathered, with a scale computed from the largest amax
+of all ranks, so that the codes equal those of the whole matrix. Recipes that cast a matrix along its rows and along its
+columns need the values: for them torch gathers in high precision.
 """
 
 from collections.abc import Callable
@@ -18,13 +16,16 @@ from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight
 
 Cast = Callable[[torch.Tensor], Quantized]
-"""Quantizes a local matrix [rows, columns] with the scale that all ranks share."""
+"""Function that quantizes a local matrix [rows, columns] with a scale that all ranks share."""
 
 
 class ShardPlacement(NamedTuple):
-    """Sharding of a tensor: ranks, placement, whole shape.
+    """Sharding of a tensor.
 
-    The shape is None if all ranks hold equal parts.
+    Attributes:
+        mesh: Ranks.
+        placement: How the tensor is sharded.
+        shape: Shape of the whole tensor; None if all ranks hold parts of equal size.
     """
 
     mesh: DeviceMesh
@@ -32,24 +33,24 @@ class ShardPlacement(NamedTuple):
     shape: torch.Size | None = None
 
     def distributed(self, local: torch.Tensor) -> DTensor:
-        """Return the DTensor whose part on this rank is `local`."""
-        # `from_local` takes shape and stride together; without them it multiplies the local shape, wrong for uneven
-        # parts.
+        """Return the DTensor whose local part is `local`."""
+        # `from_local` needs shape and stride for uneven parts, because without them it assumes equal ones.
         stride = None if self.shape is None else torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=stride)
 
 
 def gather_codes(local: torch.Tensor, cast: Cast, place: ShardPlacement) -> GatheredWeight:
-    """Return the whole tensor in FP8 from its parts.
+    """Cast the local part of a tensor; gather the whole in FP8.
+
+    Collective: all ranks of the mesh call it.
 
     Args:
-        local: [..., columns], float32, bfloat16 or float16.
-        cast: How to cast it.
-        place: How it is cut.
+        local: float32, bfloat16 or float16 [..., columns], this rank's part.
+        cast: Cast of the part. It may reduce amax over the ranks.
+        place: Sharding of the tensor.
     """
-    # A collective for scales of this step's values: all ranks come here in the same forward or backward.
     operand = cast(local.reshape(-1, local.shape[-1]))
-    # as uint8, because gloo and older NCCL do not support float8
+    # as uint8: gloo and older versions of NCCL do not support float8
     data = place.distributed(operand.codes.view(local.shape).view(torch.uint8))
     whole = data.redistribute(placements=[Replicate()]).to_local()
     return GatheredWeight(
@@ -58,31 +59,31 @@ def gather_codes(local: torch.Tensor, cast: Cast, place: ShardPlacement) -> Gath
 
 
 class GatherInput(torch.autograd.Function):
-    """Gather an activation in FP8; reduce-scatter its gradients."""
+    """Gathers an activation in FP8; the backward reduce-scatters its gradient."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, cast: Cast, place: ShardPlacement) -> DTensor:
-        """Return a replicated DTensor over FP8 codes."""
+        """Return the whole activation, a replicated DTensor of a `GatheredWeight`."""
         ctx.place = place
         return DTensor.from_local(gather_codes(local, cast, place), place.mesh, [Replicate()], run_check=False)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor | None, ...]:
-        """Reduce and cut."""
+        """Return this rank's part of the reduced gradient."""
         return grad.redistribute(placements=[ctx.place.placement]).to_local(), None, None
 
 
 class ReduceOutput(torch.autograd.Function):
-    """Sum partial outputs over ranks, whole or sharded.
+    """Sums partial outputs over ranks; the backward gathers the gradient.
 
-    The gradient is gathered, in FP8 if `cast` is given.
+    The gradient is gathered in FP8 if `cast` is given.
     """
 
     @staticmethod
     def forward(
         ctx: Any, partial: torch.Tensor, cast: Cast | None, mesh: DeviceMesh, placement: Placement
     ) -> torch.Tensor:
-        """Return this rank's part of the sum."""
+        """Return the sum, or this rank's part of a sharded one."""
         total = DTensor.from_local(partial.detach(), mesh, [Partial()], run_check=False)
         total = total.redistribute(placements=[placement])
         ctx.cast, ctx.place = cast, ShardPlacement(mesh, placement, total.shape)
@@ -90,7 +91,7 @@ class ReduceOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gather; a replicated gradient is whole already."""
+        """Return the whole gradient."""
         if not ctx.place.placement.is_shard():
             whole = grad
         elif ctx.cast is None:

@@ -1,8 +1,8 @@
-"""Tensor-parallel FP8 layers: inputs, local matmuls, outputs.
+"""Strategies of tensor-parallel FP8 layers: `Colwise` and `Rowwise`.
 
-Each rank multiplies its part of the weight. A column-parallel layer holds rows of the weight, sees the whole input and
-makes its columns of the output; a row-parallel layer holds columns, sees its columns of the input and makes a part of
-the sum that is the output.
+Each rank multiplies by its part of the weight. In a column-parallel layer, a rank holds rows of the weight, multiplies
+the whole input, and computes columns of the output. In a row-parallel layer, a rank holds columns of the weight,
+multiplies columns of the input, and computes one summand of the output.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from fp8_torch_fsdp.tensor_parallel.exchange import Cast, GatherInput, ReduceOut
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorParallel(ParallelStrategy):
-    """Communication of one layer.
+    """Communication of a tensor-parallel layer.
 
     Attributes:
-        mesh: The ranks, one dimension.
-        input_layout: How a plain input is cut.
-        output_layout: How the output is cut.
-        use_local_output: Return this rank's part as a plain tensor, else a DTensor.
+        mesh: Mesh of one dimension.
+        input_layout: Placement of an input that is a plain tensor.
+        output_layout: Placement of the output.
+        use_local_output: Whether to return this rank's part of the output as a plain tensor, instead of a DTensor.
     """
 
     mesh: DeviceMesh
@@ -38,51 +38,48 @@ class TensorParallel(ParallelStrategy):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks."""
+        """Process group of the mesh."""
         return self.mesh.get_group()
 
-    def leave(self, output: torch.Tensor, now: Placement) -> torch.Tensor:
-        """Redistribute a local output from placement `now` to the wanted layout."""
-        wanted = _positive(self.output_layout, output)
-        # nothing to do: an intermediate DTensor would cost two autograd nodes
-        if self.use_local_output and now == wanted:
+    def to_output_layout(self, output: torch.Tensor, placement: Placement) -> torch.Tensor:
+        """Redistribute a local output from `placement` to `output_layout`."""
+        layout = _positive(self.output_layout, output)
+        # An intermediate DTensor would add two autograd nodes.
+        if self.use_local_output and placement == layout:
             return output
-        placed = _in_layout(DTensor.from_local(output, self.mesh, [now], run_check=False), wanted)
+        placed = _in_layout(DTensor.from_local(output, self.mesh, [placement], run_check=False), layout)
         return placed.to_local() if self.use_local_output else placed
 
 
 class Colwise(TensorParallel):
-    """Rows of the weight, the whole input, columns of the output."""
+    """Shards weights by rows; multiplies whole inputs; outputs are columns."""
 
     @property
     def parts(self) -> dict[str, Any]:
-        """Whole rows are here."""
+        """Options of `Fp8Weight.whole`: each rank holds whole rows."""
         return {"group": self.group, "splits_rows": False}
 
     def forward(self, layer: Float8Linear, input: torch.Tensor) -> torch.Tensor:
-        """Gather the input, multiply; the output is sharded on columns.
-
-        The gather is in FP8 if the recipe allows.
-        """
-        # Partial: each rank has some rows of the weight, so its gradient of the input is one summand.
+        """Gather the input, in FP8 if the recipe allows it, and multiply."""
+        # Partial: each rank holds some rows of the weight, and computes one summand of the input's gradient.
         whole = gather_input(layer, input, self.mesh, self.input_layout).to_local(grad_placements=[Partial()])
         bias = None if layer.bias is None else _local(layer.bias)
         output = with_bias(layer.fp8_matmul("weight", whole, _local(layer.weight)), bias)
-        return self.leave(output, Shard(output.ndim - 1))
+        return self.to_output_layout(output, Shard(output.ndim - 1))
 
 
 class Rowwise(TensorParallel):
-    """Shards weight and input by columns; outputs are partial sums."""
+    """Shards weights and inputs by columns; outputs are partial sums."""
 
     @property
     def parts(self) -> dict[str, Any]:
-        """Each rank has a piece of every row."""
+        """Options of `Fp8Weight.whole`: each rank holds a part of every row."""
         return {"group": self.group, "splits_rows": True}
 
     def forward(self, layer: Float8Linear, input: torch.Tensor) -> torch.Tensor:
-        """Multiply, reduce, add the bias once.
+        """Multiply, reduce over ranks, and add the bias to the sum.
 
-        The gradient of a sharded output is gathered in FP8 if the recipe allows.
+        The gradient of a sharded output is gathered in FP8 if the recipe allows it.
         """
         placed = _in_layout(_placed(input, self.mesh, self.input_layout), Shard(input.ndim - 1))
         local = placed.to_local()
@@ -93,25 +90,25 @@ class Rowwise(TensorParallel):
         output = ReduceOutput.apply(partial, cast, self.mesh, layout)
         bias: Any = layer.bias
         if bias is not None and layout.is_shard():
-            # Each rank adds the bias to its part of the output alone, and sees a summand of its gradient.
+            # Each rank adds the bias to its part of the output, and computes one summand of the bias's gradient.
             bias = _placed(bias, self.mesh, Replicate()).to_local(grad_placements=[Partial()])
         elif bias is not None:
             bias = _local(bias)
-        return self.leave(with_bias(output, bias), layout)
+        return self.to_output_layout(with_bias(output, bias), layout)
 
 
 def gather_input(layer: Float8Linear, input: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> DTensor:
-    """Return a column-parallel layer's whole input, a replicated DTensor.
+    """Return the whole input of a column-parallel layer, a replicated DTensor.
 
-    In FP8 if it was sharded and one cast serves all uses.
+    A sharded input is gathered in FP8 if one cast serves all its matmuls.
 
     Args:
-        layer: Whose configuration and delayed scale are used.
-        input: This rank's part, or a DTensor (whose codes an earlier gather may have made).
-        mesh: The ranks.
-        layout: How a plain input is cut.
+        layer: Layer whose configuration and delayed scale are used.
+        input: This rank's part, or a DTensor, which an earlier call may have gathered in FP8.
+        mesh: Mesh of one dimension.
+        layout: Placement of an input that is a plain tensor.
     """
-    # Before the gather, or float32 values would be sent and be cast to FP8 with another amax than autocast's.
+    # Autocast applies before the gather. Otherwise float32 values would be sent, and cast with another amax.
     if torch.is_autocast_enabled(input.device.type):
         input = input.to(torch.get_autocast_dtype(input.device.type))
     placed = _placed(input, mesh, layout)
@@ -124,7 +121,7 @@ def gather_input(layer: Float8Linear, input: torch.Tensor, mesh: DeviceMesh, lay
 
 
 def _caster(layer: Float8Linear, name: str, group: dist.ProcessGroup, record: bool) -> Cast:
-    """Return a cast of a local part with the whole operand's scale."""
+    """Return a function that casts parts with the whole operand's scale."""
     recipe, matmul = getattr(layer.config, name), layer.fp8["weight"]
 
     def cast(x: torch.Tensor) -> Quantized:
@@ -137,24 +134,25 @@ def _caster(layer: Float8Linear, name: str, group: dist.ProcessGroup, record: bo
 
 
 def _local(parameter: Any) -> torch.Tensor:
-    """Return the local part of a parameter, DTensor or already local."""
+    """Return the local part of a parameter, which may be plain."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _placed(input: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> DTensor:
+    """Return an input as a DTensor; `layout` is of plain inputs."""
     if isinstance(input, DTensor):
         return input
     return DTensor.from_local(input, mesh, [_positive(layout, input)], run_check=False)
 
 
-def _in_layout(placed: DTensor, wanted: Placement) -> DTensor:
-    """Redistribute if needed.
+def _in_layout(placed: DTensor, layout: Placement) -> DTensor:
+    """Redistribute a DTensor unless it has the layout already.
 
-    torch would warn otherwise, and autograd would get an unused node.
+    A redistribution without effect would cause a warning of torch, and add an autograd node.
     """
-    return placed if placed.placements[0] == wanted else placed.redistribute(placements=[wanted])
+    return placed if placed.placements[0] == layout else placed.redistribute(placements=[layout])
 
 
 def _positive(layout: Placement, tensor: torch.Tensor) -> Placement:
-    """Return the layout with its dimension counted from the front."""
+    """Return a layout of `tensor` with a non-negative dimension."""
     return Shard(layout.dim % tensor.ndim) if isinstance(layout, Shard) else layout

@@ -1,4 +1,4 @@
-"""Styles for `parallelize_module` with FP8 communication, compatible with torch's."""
+"""Styles for `parallelize_module` with FP8 communication, like torch's styles."""
 
 import copy
 from typing import Any
@@ -17,7 +17,7 @@ from fp8_torch_fsdp.tensor_parallel.layers import Colwise, Rowwise, TensorParall
 
 
 class _Float8Parallel(ParallelStyle):
-    """Shards the parameters of one layer and sets its communication."""
+    """Shards the parameters of a `Float8Linear`, and sets its strategy."""
 
     _kind: type[TensorParallel]
     _weight: Placement
@@ -41,47 +41,63 @@ class _Float8Parallel(ParallelStyle):
         name = type(self).__name__
         if not isinstance(module, Float8Linear):
             raise Fp8Error(
-                f"{name} makes Float8Linear layers parallel, got {type(module).__name__}. Convert the model with "
+                f"{name} applies to Float8Linear layers, got {type(module).__name__}. Convert the model with "
                 "convert_to_float8_training first, and use torch's own styles for other layers."
             )
         if isinstance(module.weight, DTensor):
             raise Fp8Error(f"{name} got a layer that is already distributed. Apply it once, before fully_shard.")
-        module.register_parameter("weight", self._cut(module.weight, device_mesh, self._weight))
+        module.register_parameter("weight", self._distributed(module.weight, device_mesh, self._weight))
         if module.bias is not None:
-            module.register_parameter("bias", self._cut(module.bias, device_mesh, self._bias))
-        distribution = self._kind(
+            module.register_parameter("bias", self._distributed(module.bias, device_mesh, self._bias))
+        strategy = self._kind(
             mesh=device_mesh,
             input_layout=self.input_layouts,
             output_layout=self.output_layouts,
             use_local_output=self.use_local_output,
         )
-        module.distribute(distribution)
+        module.set_strategy(strategy)
         return module
 
-    def _cut(self, parameter: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    def _distributed(self, parameter: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+        """Return a parameter as a DTensor with this placement."""
         data: Any = parameter.data
         wrapped = isinstance(data, ShardedFloat8Weight)
         whole = distribute_tensor(data.plain if wrapped else data, mesh, [placement], src_data_rank=self.src_data_rank)
         if wrapped:
-            # the part is another weight than the whole one
+            # The part has its own state: other values and another region than the whole weight.
             part = data.fp8_weight.another()
             whole = map_local(whole.detach(), lambda local: ShardedFloat8Weight(local, part))
         return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
 class Float8ColwiseParallel(_Float8Parallel):
-    """Shards `Float8Linear` by output columns; gathers sharded inputs in FP8.
+    """Shards a `Float8Linear` by output columns; gathers sharded inputs in FP8.
 
-    The gather is in FP8 if one tensorwise cast of the input serves output and gradient of the weight; other recipes
-    gather the values. Delayed scaling with `initial="one"` needs no all-reduce for it, other scaling a small one.
+    The gather is in FP8 if one tensorwise cast of the input serves both the output and the weight's gradient; other
+    recipes gather values. Dynamic scaling needs a small all-reduce of amax before each gather, and delayed scaling with
+    `initial="dynamic"` until its scale is ready (in compiled code always). Static scaling, and delayed scaling with
+    `initial="one"`, need none.
 
     Args:
-        input_layouts: How a plain input is cut; replicated by default, `Shard(1)` under sequence parallelism.
-        output_layouts: How the output shall be cut; along its last dimension by default.
-        use_local_output: Return this rank's part as a plain tensor instead of a DTensor.
+        input_layouts: Placement of an input that is a plain tensor. Default: replicated. Use `Shard(1)` for sequence
+            parallelism.
+        output_layouts: Placement of the output. Default: sharded along its last dimension.
+        use_local_output: Whether to return this rank's part as a plain tensor, instead of a DTensor.
 
     Raises:
-        Fp8Error: When applied to something else than a `Float8Linear`, or after `fully_shard`.
+        Fp8Error: When applied to another module than a `Float8Linear`, or after `fully_shard`.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)))
+        >>> model = parallelize_module(model, mesh, {"0": Float8ColwiseParallel(), "2": Float8RowwiseParallel()})
+        >>> model(torch.randn(8, 64)).shape
+        torch.Size([8, 64])
+        >>> dist.destroy_process_group()
     """
 
     _kind, _weight, _bias = Colwise, Shard(0), Shard(0)
@@ -89,18 +105,29 @@ class Float8ColwiseParallel(_Float8Parallel):
 
 
 class Float8RowwiseParallel(_Float8Parallel):
-    """Shards `Float8Linear` by input columns; gathers output gradients in FP8.
+    """Shards a `Float8Linear` by input columns; gathers output gradients in FP8.
 
-    The gather is in FP8 if one tensorwise cast of the gradient serves both backward matmuls; other recipes gather
-    values.
+    The gradient of a sharded output is gathered in FP8 if one tensorwise cast of it serves both backward matmuls; other
+    recipes gather values.
 
     Args:
-        input_layouts: How a plain input is cut; along its last dimension by default.
-        output_layouts: How the output shall be cut; replicated by default, `Shard(1)` under sequence parallelism.
-        use_local_output: Return this rank's part as a plain tensor instead of a DTensor.
+        input_layouts: Placement of an input that is a plain tensor. Default: sharded along its last dimension.
+        output_layouts: Placement of the output. Default: replicated. Use `Shard(1)` for sequence parallelism.
+        use_local_output: Whether to return this rank's part as a plain tensor, instead of a DTensor.
 
     Raises:
-        Fp8Error: When applied to something else than a `Float8Linear`, or after `fully_shard`.
+        Fp8Error: When applied to another module than a `Float8Linear`, or after `fully_shard`.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> layer = convert_to_float8_training(nn.Linear(256, 64))
+        >>> layer = parallelize_module(layer, init_device_mesh("cpu", (1,)), Float8RowwiseParallel())
+        >>> layer(torch.randn(8, 256)).shape
+        torch.Size([8, 64])
+        >>> dist.destroy_process_group()
     """
 
     _kind, _weight, _bias = Rowwise, Shard(1), Replicate()
@@ -108,17 +135,31 @@ class Float8RowwiseParallel(_Float8Parallel):
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
-    """Gathers a module's input once in FP8 for its column-parallel layers.
+    """Gathers a module's inputs once, in FP8, for its column-parallel layers.
 
     Args:
-        fwd_config_submodule_fqn: The layer whose configuration and delayed scale are used; by default the first
+        fwd_config_submodule_fqn: Name of the layer whose configuration and delayed scale are used. Default: the first
             `Float8Linear` in the module.
-        **layouts: The arguments of torch's `PrepareModuleInput`. Inputs that `input_layouts` and `input_kwarg_layouts`
-            declare sharded and that `desired_input_layouts` and `desired_input_kwarg_layouts` declare replicated are
-            gathered in FP8; with `use_local_output` they become plain tensors.
+        **layouts: Arguments of torch's `PrepareModuleInput`. Inputs that are sharded according to `input_layouts` or
+            `input_kwarg_layouts`, and replicated according to `desired_input_layouts` or
+            `desired_input_kwarg_layouts`, are gathered in FP8. `use_local_output` converts them to plain tensors.
 
     Raises:
-        Fp8Error: When applied to a module without such a layer, or whose layers cast their inputs differently.
+        Fp8Error: When applied to a module without a `Float8Linear`, or whose layers cast their inputs differently.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.distributed.tensor import Replicate, Shard
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 256)))
+        >>> gather = PrepareFloat8ModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+        >>> model = parallelize_module(model, mesh, {"": gather, "0": Float8ColwiseParallel()})
+        >>> model(torch.randn(8, 64)).shape
+        torch.Size([8, 256])
+        >>> dist.destroy_process_group()
     """
 
     _layer: Float8Linear
@@ -138,8 +179,9 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             )
         if len({layer.config.input for layer in linears}) > 1:
             raise Fp8Error(
-                "PrepareFloat8ModuleInput casts the input once, but the layers in this module cast theirs differently. "
-                "Give them one configuration, or name the layer to follow with fwd_config_submodule_fqn."
+                "PrepareFloat8ModuleInput casts the input once, but the layers of this module cast their inputs "
+                "differently. Convert them with one configuration, or select the layer to follow with "
+                "fwd_config_submodule_fqn."
             )
         style = copy.copy(self)  # one style object may serve many modules
         style._layer = linears[0]

@@ -1,8 +1,9 @@
-"""Operator that keeps compilers from extending gathered weights' lifetimes.
+"""Operator that prevents compilers from keeping gathered weights for the backward.
 
 The backward gathers the same bytes as the forward. A compiler that finds the same operator with the same arguments
-merges both and keeps the gathered weight alive in between, and a partitioner may move operators that need no gradient
-into the forward. So the second gather reads a copy of the shard that formally depends on the gradient.
+merges the two gathers, and keeps the gathered weight between them. A partitioner may also move operators that do not
+depend on a gradient into the forward. Therefore the second gather reads a copy of the shard that depends on the
+gradient.
 """
 
 import torch
@@ -10,7 +11,7 @@ import torch
 
 @torch.library.custom_op("fp8_torch_fsdp::copy_in_backward", mutates_args=())
 def copy_in_backward(shard: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy of `shard` once the backward reaches `grad`."""
+    """Return a contiguous copy of `shard`; `grad` is not read."""
     return shard.clone(memory_format=torch.contiguous_format)
 
 

@@ -1,7 +1,7 @@
-"""Parameters of ordinary layers, gathered in high precision during the forward.
+"""Parameters of unconverted layers, gathered in high precision during the forward.
 
-Autograd saves the inputs of the backward: a norm keeps its few numbers, an embedding none, and a linear layer
-that was not converted its gathered weight.
+Autograd saves gathered parameters that a backward needs: the few values of a norm, none of an embedding, and the whole
+weight of an unconverted linear layer.
 """
 
 from functools import cache
@@ -14,12 +14,12 @@ from fp8_torch_fsdp.traceable.placement import Placement, local_of, pad
 
 
 def gathered(parameter: torch.Tensor, place: Placement) -> torch.Tensor:
-    """Return a whole sharded parameter; its gradient is averaged over ranks."""
+    """Gather a sharded parameter; its gradient is averaged over ranks."""
     return _Gather.apply(local_of(parameter), parameter.shape[0], place)
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of all ranks, and back."""
+    """Gathers rows of all ranks; the backward averages and shards the gradient."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, rows: int, place: Placement) -> torch.Tensor:
@@ -35,15 +35,15 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_in_forward(module: Any, names: list[str], place: Placement) -> None:
-    """Gather sharded parameters `names` of `module` during its forward only."""
+    """Gather the sharded parameters `names` of `module` during its forward."""
     module.__class__ = _gathering(type(module), tuple(names))
-    # False outside of the forward: state dicts, optimizers and repr see the shards.
+    # False outside of the forward, so that state dicts, optimizers and `repr` get the shards.
     module.fp8_gathering, module.fp8_place = False, place
 
 
 @cache
 def _gathering(cls: type, names: tuple[str, ...]) -> type:
-    """Return a subclass of `cls` that gathers parameters when read."""
+    """Return a subclass of `cls` whose forward gathers parameters at each read."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.fp8_gathering = True
@@ -52,9 +52,9 @@ def _gathering(cls: type, names: tuple[str, ...]) -> type:
         finally:
             self.fp8_gathering = False
 
-    # A property of the class precedes `nn.Module.__getattr__`, which Python calls only for missing attributes.
+    # Properties precede `nn.Module.__getattr__`, which Python calls only for attributes that it does not find.
     readers = {name: property(_reader(name)) for name in names}
-    # Cached by class and names: layers of one kind have one class, and so one compiled graph.
+    # The result is cached by class and names, so that layers of one class share compiled graphs.
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, **readers})
 
 
