@@ -104,7 +104,7 @@ def fp8_all_gather(
     settings, live = match_state(meta, scaling, ("kernel",))
     if settings.by_row:
         raise Fp8Error('fp8_all_gather has one scale per parameter: use CurrentScaling(granularity="tensor").')
-    how = _Gather(
+    gather = _Gather(
         axis_name=axis_name if axis_name is None or isinstance(axis_name, str) else tuple(axis_name),
         axis=axis,
         sharded=sharding,
@@ -112,33 +112,33 @@ def fp8_all_gather(
         gathered=gathered or (sharding and NamedSharding(sharding.mesh, PartitionSpec())),
         scaling=settings,
     )
-    return _gather(how, array, live.get("kernel"))
+    return _gather(gather, array, live.get("kernel"))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(how: _Gather, x: jax.Array, live: jax.Array | None) -> Fp8Param:
-    return _gather_fwd(how, x, live)[0]
+def _gather(gather: _Gather, x: jax.Array, live: jax.Array | None) -> Fp8Param:
+    return _gather_fwd(gather, x, live)[0]
 
 
-def _gather_fwd(how: _Gather, x: jax.Array, live: jax.Array | None) -> tuple[Fp8Param, jax.Array | None]:
+def _gather_fwd(gather: _Gather, x: jax.Array, live: jax.Array | None) -> tuple[Fp8Param, jax.Array | None]:
     x = first_order_only(x)
-    fmt = how.scaling.format_of("kernel")
+    fmt = gather.scaling.format_of("kernel")
     # Before the gather, from the shards: delayed scaling records it, current scaling needs it for a scale that all
     # share.
-    greatest = how.maximum(amax(x))
+    greatest = gather.maximum(amax(x))
     if live is None:
-        into, back = current_scales(greatest, fmt, how.scaling.policy)
+        into, back = current_scales(greatest, fmt, gather.scaling.policy)
         seen = None
     else:
-        into, back = scales_of({"kernel": live}, how.scaling)["kernel"]
+        into, back = scales_of({"kernel": live}, gather.scaling)["kernel"]
         seen = observation(greatest, back, live)
-    data = as_native(how.all_gather(to_uint8_codes(cast(x, into, fmt))), fmt)
+    data = as_native(gather.all_gather(to_uint8_codes(cast(x, into, fmt))), fmt)
     # The third is there for its shape and dtype, which its cotangent must have; nothing reads it, so XLA leaves it out.
     return Fp8Param(data, back, data.astype(x.dtype)), seen
 
 
-def _gather_bwd(how: _Gather, seen: jax.Array | None, g: Fp8Param) -> tuple[jax.Array, jax.Array | None]:
-    return how.reduce(first_order_only(g.gradient)), seen
+def _gather_bwd(gather: _Gather, seen: jax.Array | None, g: Fp8Param) -> tuple[jax.Array, jax.Array | None]:
+    return gather.reduce(first_order_only(g.gradient)), seen
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)

@@ -17,8 +17,8 @@ from fp8_common.rules import Rule, Rules
 Fp8Format = Literal["HYBRID", "E4M3", "HYBRID_FNUZ", "E4M3_FNUZ"]
 Granularity = Literal["tensor", "row"]
 KernelGradient = Literal["float32", "kernel"]
-Tensor = Literal["input", "kernel", "output_grad"]
-TENSORS: tuple[Tensor, ...] = ("input", "kernel", "output_grad")
+TensorName = Literal["input", "kernel", "output_grad"]
+TENSORS: tuple[TensorName, ...] = ("input", "kernel", "output_grad")
 """The tensors of one matmul that are cast."""
 FORMATS: dict[Fp8Format, tuple[Format, Format]] = {
     "HYBRID": (E4M3, E5M2),
@@ -59,7 +59,7 @@ class Scaling(Record):
         """True if tensors have a scale for each row."""
         return isinstance(self, CurrentScaling) and self.granularity == "row"
 
-    def format_of(self, tensor: Tensor) -> Format:
+    def format_of(self, tensor: TensorName) -> Format:
         """Return the format that a tensor is cast to."""
         return FORMATS[self.fp8_format][tensor == "output_grad"]
 

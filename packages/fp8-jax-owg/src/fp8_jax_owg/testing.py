@@ -15,7 +15,7 @@ import numpy as np
 from fp8_common import Fp8Error
 from fp8_common.formats import DATA_FORMATS
 
-PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
+MATMULS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
 FLOAT8 = {fmt.numpy_dtype for fmt in DATA_FORMATS}
 # dtype and dimensions as HLO writes them, such as u8[2,64]
 _SHAPE = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,]*)\]")
@@ -80,7 +80,7 @@ def find_dots(fn: Callable[..., Any], *args: Any) -> list[Dot]:
     """
     dots = []
     for equation in _equations(jax.make_jaxpr(fn)(*args)):
-        if equation.primitive.name in PRODUCTS:
+        if equation.primitive.name in MATMULS:
             a, b, result = (variable.aval for variable in (*equation.invars[:2], equation.outvars[0]))
             dots.append(Dot(equation.primitive.name, (a.dtype, b.dtype), (a.shape, b.shape), result.dtype))
     return dots

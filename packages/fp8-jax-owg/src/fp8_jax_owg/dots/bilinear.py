@@ -31,7 +31,7 @@ from fp8_jax_owg.dots.operands import (
     may_spread,
     to_uint8_codes,
 )
-from fp8_jax_owg.scaling import TENSORS, CurrentScaling, DelayedScaling, Scaling, ScalingChoice, Tensor, as_scaling
+from fp8_jax_owg.scaling import TENSORS, CurrentScaling, DelayedScaling, Scaling, ScalingChoice, TensorName, as_scaling
 from fp8_jax_owg.state.cotangents import first_order_only, is_shared, like, reverse_mode_only
 from fp8_jax_owg.state.in_loss import UnsharedStateWarning, as_live, observation, scales_of
 from fp8_jax_owg.state.pairs import Meta, pair_of
@@ -42,7 +42,7 @@ FROZEN = (
     "not nnx.value_and_grad; all variables of Linen with fp8_jax_owg.value_and_grad. Filter this warning if the scales "
     "are frozen on purpose."
 )
-LiveState = dict[Tensor, jax.Array]
+LiveState = dict[TensorName, jax.Array]
 """The live leaf of each tensor of a matmul; empty for current scaling."""
 
 
@@ -59,14 +59,14 @@ class Bilinear:
         rhs_gradient: (lhs, output gradient, extra, dtype, aval of rhs) -> the gradient of rhs, before it is scaled.
     """
 
-    tensors: ClassVar[tuple[Tensor, ...]] = TENSORS
+    tensors: ClassVar[tuple[TensorName, ...]] = TENSORS
     narrows: ClassVar[bool] = False
     forward: Callable[..., jax.Array]
     lhs_gradient: Callable[..., jax.Array]
     rhs_gradient: Callable[..., jax.Array]
 
     @property
-    def splits(self) -> dict[Tensor, int]:
+    def splits(self) -> dict[TensorName, int]:
         """Dimensions at which casts transpose; empty if no matmul uses transposes.
 
         With transposes, `forward` uses the transposed rhs, `rhs_gradient` the transposed lhs and output gradient.
@@ -97,7 +97,7 @@ class BilinearCall:
     """Static settings of one call.
 
     Attributes:
-        how: The bilinear operation.
+        operation: The bilinear operation.
         scaling: How scales are found.
         tensors: Operands that are cast here, in the order of their state.
         dtype: Of the result.
@@ -105,16 +105,16 @@ class BilinearCall:
         master: Whether rhs is the data of a `Master`.
     """
 
-    how: Bilinear
+    operation: Bilinear
     scaling: Scaling
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[TensorName, ...]
     dtype: np.dtype
     operand_dtypes: tuple[np.dtype, np.dtype]
     master: bool = False
 
 
 def multiply(
-    how: Bilinear,
+    operation: Bilinear,
     lhs: jax.Array,
     rhs: Kernel | Master,
     dtype: DTypeLike | None,
@@ -125,38 +125,38 @@ def multiply(
     """Return the result of checked operands.
 
     Args:
-        how: The bilinear operation.
+        operation: The bilinear operation.
         lhs: float16, bfloat16 or float32.
         rhs: The same, or cast already, or a master.
         dtype: Result dtype; None is the dtype of lhs.
         meta: State leaves of the operands that are cast here.
         scaling: The scaling argument of the call.
-        extra: Further arguments of `how`.
+        extra: Further arguments of `operation`.
 
     Raises:
         Fp8Error: State and scaling do not fit, or there are no scales per row.
         Fp8UnsupportedError: JAX requested a forward-mode or second derivative.
     """
-    tensors = tuple(tensor for tensor in how.tensors if not (tensor == "kernel" and isinstance(rhs, Fp8Param)))
+    tensors = tuple(tensor for tensor in operation.tensors if not (tensor == "kernel" and isinstance(rhs, Fp8Param)))
     settings, live = match_state(meta, scaling, tensors)
     result = np.dtype(lhs.dtype if dtype is None else dtype)
     dtypes = lhs.dtype, rhs.gradient.dtype if isinstance(rhs, Fp8Param) else rhs.dtype
-    master = isinstance(rhs, Master) and not settings.by_row and bool(how.with_transposes(lhs, rhs.data).splits)
+    master = isinstance(rhs, Master) and not settings.by_row and bool(operation.with_transposes(lhs, rhs.data).splits)
     rhs = rhs.data if isinstance(rhs, Master) and master else as_kernel(rhs)
     if settings.by_row:
         with reverse_mode_only():
-            return how.by_row(lhs, rhs, settings, result)
-    how = how.with_transposes(lhs, rhs)
-    product = BilinearCall(
-        how=how, scaling=settings, tensors=tensors, dtype=result, operand_dtypes=dtypes, master=master
+            return operation.by_row(lhs, rhs, settings, result)
+    operation = operation.with_transposes(lhs, rhs)
+    call = BilinearCall(
+        operation=operation, scaling=settings, tensors=tensors, dtype=result, operand_dtypes=dtypes, master=master
     )
     lhs, rhs, extra = vary_alike((lhs, rhs, extra), live)
     with reverse_mode_only():
-        return _multiply(product, lhs, rhs, extra, live)
+        return _multiply(call, lhs, rhs, extra, live)
 
 
 def match_state(
-    meta: Meta | None, scaling: ScalingChoice | None, tensors: tuple[Tensor, ...]
+    meta: Meta | None, scaling: ScalingChoice | None, tensors: tuple[TensorName, ...]
 ) -> tuple[Scaling, LiveState]:
     """Return the rule and the live leaves, none for current scaling.
 
@@ -190,27 +190,27 @@ def match_state(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(product: BilinearCall, lhs: jax.Array, rhs: Kernel, extra: Any, live: LiveState) -> jax.Array:
-    return _forward_once(product, lhs, rhs, extra, live)[0]
+def _multiply(call: BilinearCall, lhs: jax.Array, rhs: Kernel, extra: Any, live: LiveState) -> jax.Array:
+    return _forward_once(call, lhs, rhs, extra, live)[0]
 
 
-def _forward(product: BilinearCall, lhs: jax.Array, rhs: Kernel, extra: Any, live: LiveState) -> tuple[jax.Array, Any]:
+def _forward(call: BilinearCall, lhs: jax.Array, rhs: Kernel, extra: Any, live: LiveState) -> tuple[jax.Array, Any]:
     lhs, rhs = jax.tree.map(first_order_only, (lhs, rhs))
-    scaling, scales = product.scaling, scales_of(live, product.scaling)
-    how, splits = product.how, product.how.splits
-    a = cast_operand(scaling, "input", how.prepare(lhs, extra), scales.get("input", ()), splits.get("input", 0))
+    scaling, scales = call.scaling, scales_of(live, call.scaling)
+    operation, splits = call.operation, call.operation.splits
+    a = cast_operand(scaling, "input", operation.prepare(lhs, extra), scales.get("input", ()), splits.get("input", 0))
     if isinstance(rhs, Fp8Param):
         # `fp8_all_gather` has cast it, observed it and has its state
         b = Cast(rhs.data, rhs.data, rhs.scale_inv, None)
     else:
         kernel_scales = scales.get("kernel", ())
-        b = cast_operand(scaling, "kernel", rhs, kernel_scales, splits.get("kernel", 0), product.master)
+        b = cast_operand(scaling, "kernel", rhs, kernel_scales, splits.get("kernel", 0), call.master)
     result = scaled_dot(
-        lambda a, b, dtype: how.forward(a, b, extra, dtype),
+        lambda a, b, dtype: operation.forward(a, b, extra, dtype),
         (a.values, b.transposed),
         a.back * b.back,
-        product.dtype,
-        how.narrows,
+        call.dtype,
+        operation.narrows,
     )
     seen = [like(x.amax, live[tensor]) for tensor, x in (("input", a), ("kernel", b)) if x.amax is not None]
     numbers = jnp.stack(vary_alike([a.back, b.back, *scales.get("output_grad", ()), *seen]))
@@ -227,7 +227,7 @@ def _forward(product: BilinearCall, lhs: jax.Array, rhs: Kernel, extra: Any, liv
 _forward_once = jax.jit(_forward, static_argnums=0, inline=True)
 
 
-def _backward(product: BilinearCall, residuals: Any, g: Any) -> tuple[Any, ...]:
+def _backward(call: BilinearCall, residuals: Any, g: Any) -> tuple[Any, ...]:
     a, b, numbers, extra, live = residuals
     # gradients that are not computed are passed as an object, not an array
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
@@ -235,35 +235,35 @@ def _backward(product: BilinearCall, residuals: Any, g: Any) -> tuple[Any, ...]:
         g = jnp.zeros(shaped.shape, shaped.dtype)
     # Marks the gradient as well: a second derivative differentiates the backward.
     g = first_order_only(g)
-    scaling, (a_back, b_back, *rest) = product.scaling, numbers
-    casts_gradient = "output_grad" in product.tensors
+    scaling, (a_back, b_back, *rest) = call.scaling, numbers
+    casts_gradient = "output_grad" in call.tensors
     scales = [rest.pop(0), rest.pop(0)] if live and casts_gradient else []
-    how, c = product.how, Cast(g, g, jnp.float32(1), None)
+    operation, c = call.operation, Cast(g, g, jnp.float32(1), None)
     if casts_gradient:
-        split = how.splits.get("output_grad", 0)
-        c = cast_operand(scaling, "output_grad", how.prepare(g, extra), scales, split)
-    of_lhs, of_rhs = product.operand_dtypes
+        split = operation.splits.get("output_grad", 0)
+        c = cast_operand(scaling, "output_grad", operation.prepare(g, extra), scales, split)
+    of_lhs, of_rhs = call.operand_dtypes
     a, b = as_native(a, scaling.format_of("input")), as_native(b, scaling.format_of("kernel"))
     d_lhs = scaled_dot(
-        lambda b, c, dtype: how.lhs_gradient(b, c, extra, dtype, jax.typeof(a)),
+        lambda b, c, dtype: operation.lhs_gradient(b, c, extra, dtype, jax.typeof(a)),
         (b, c.values),
         c.back * b_back,
         of_lhs,
-        how.narrows,
+        operation.narrows,
     )
-    d_rhs = how.rhs_gradient(a, c.transposed, extra, scaling.gradient_dtype(of_rhs), jax.typeof(b))
+    d_rhs = operation.rhs_gradient(a, c.transposed, extra, scaling.gradient_dtype(of_rhs), jax.typeof(b))
     d_rhs = _scaled(d_rhs, a_back * c.back, of_rhs)
-    d_rhs = d_rhs.astype(jnp.float32) if product.master else d_rhs
+    d_rhs = d_rhs.astype(jnp.float32) if call.master else d_rhs
     backs = {"input": a_back, "kernel": b_back, "output_grad": c.back}
     # in the order of the state, where the output gradient is last
-    seen = dict(zip(product.tensors, [*rest, c.amax], strict=False))
+    seen = dict(zip(call.tensors, [*rest, c.amax], strict=False))
     observed = {tensor: observation(seen[tensor], backs[tensor], leaf) for tensor, leaf in live.items()}
-    if "kernel" not in product.tensors:
+    if "kernel" not in call.tensors:
         d_rhs = Fp8Param(None, None, d_rhs)  # pyrefly: ignore[bad-argument-type]  (custom_vjp's zeros)
     return d_lhs, d_rhs, None, observed
 
 
-def _forward_rule(product: BilinearCall, lhs: Any, rhs: Any, extra: Any, live: Any) -> tuple[jax.Array, Any]:
+def _forward_rule(call: BilinearCall, lhs: Any, rhs: Any, extra: Any, live: Any) -> tuple[jax.Array, Any]:
     # with symbolic_zeros=True each argument is a pair of its value and whether it has a tangent
     def has_flag(node: Any) -> bool:
         return hasattr(node, "perturbed")
@@ -276,7 +276,7 @@ def _forward_rule(product: BilinearCall, lhs: Any, rhs: Any, extra: Any, live: A
     if frozen or not any(is_shared(leaf.value) for leaf in jax.tree.leaves(live, is_leaf=has_flag)):
         check_derivative(FROZEN if frozen else "", UnsharedStateWarning)
     values = jax.tree.map(lambda leaf: leaf.value, (lhs, rhs, extra, live), is_leaf=has_flag)
-    return _forward_once(product, *values)
+    return _forward_once(call, *values)
 
 
 _multiply.defvjp(_forward_rule, _backward, symbolic_zeros=True)

@@ -16,7 +16,7 @@ from fp8_common import Fp8Error
 from fp8_common.jax.casts import multiply_back
 from fp8_common.jax.numerics import vary_alike
 from fp8_jax_owg.dots.operands import as_operand, cast_operand, to_uint8_codes
-from fp8_jax_owg.scaling import DelayedScaling, ScalingChoice, Tensor, as_scaling
+from fp8_jax_owg.scaling import DelayedScaling, ScalingChoice, TensorName, as_scaling
 from fp8_jax_owg.state.cotangents import first_order_only, like, reverse_mode_only
 from fp8_jax_owg.state.in_loss import as_live, observation, scales_of
 from fp8_jax_owg.state.pairs import Pair
@@ -26,7 +26,7 @@ class _Cast(NamedTuple):
     """Static settings of a cast."""
 
     scaling: DelayedScaling
-    tensor: Tensor
+    tensor: TensorName
 
     def apply(self, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return native values, the scale back, and the live leaf's observation."""
@@ -98,7 +98,7 @@ def out_dq(y: ArrayLike, lhs_scale: jax.Array, rhs_scale: jax.Array, dtype: DTyp
     return _out_dq(np.dtype(dtype), as_operand(y, "y"), lhs_scale, rhs_scale)
 
 
-def _run(function: Callable[..., Any], x: ArrayLike, pair: Pair, scaling: ScalingChoice | None, tensor: Tensor) -> Any:
+def _run(function: Callable[..., Any], x: ArrayLike, pair: Pair, scaling: ScalingChoice | None, tensor: TensorName) -> Any:
     settings = as_scaling(scaling or DelayedScaling())
     if not isinstance(settings, DelayedScaling):
         raise Fp8Error(f"A cast with a scale and an amax history needs delayed scaling, got {settings!r}.")
@@ -108,30 +108,30 @@ def _run(function: Callable[..., Any], x: ArrayLike, pair: Pair, scaling: Scalin
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_q(how: _Cast, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _in_q_fwd(how, x, live)[0]
+def _in_q(settings: _Cast, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _in_q_fwd(settings, x, live)[0]
 
 
-def _in_q_fwd(how: _Cast, x: jax.Array, live: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    values, back, seen = how.apply(x, live)
+def _in_q_fwd(settings: _Cast, x: jax.Array, live: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    values, back, seen = settings.apply(x, live)
     return (values, back), seen
 
 
-_in_q.defvjp(_in_q_fwd, lambda how, seen, _: (None, seen))
+_in_q.defvjp(_in_q_fwd, lambda settings, seen, _: (None, seen))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _qdq(how: _Cast, x: jax.Array, live: jax.Array) -> jax.Array:
-    return _qdq_fwd(how, x, live)[0]
+def _qdq(settings: _Cast, x: jax.Array, live: jax.Array) -> jax.Array:
+    return _qdq_fwd(settings, x, live)[0]
 
 
-def _qdq_fwd(how: _Cast, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _qdq_fwd(settings: _Cast, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
     # of an output nothing is cast forward: the state itself goes to the backward rule, which casts with it
-    return (x, live) if how.tensor == "output_grad" else how.round(x, live)
+    return (x, live) if settings.tensor == "output_grad" else settings.round(x, live)
 
 
-def _qdq_bwd(how: _Cast, residual: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return how.round(g, residual) if how.tensor == "output_grad" else (g, residual)
+def _qdq_bwd(settings: _Cast, residual: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return settings.round(g, residual) if settings.tensor == "output_grad" else (g, residual)
 
 
 _qdq.defvjp(_qdq_fwd, _qdq_bwd)

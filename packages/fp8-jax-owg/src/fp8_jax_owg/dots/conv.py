@@ -19,10 +19,10 @@ from fp8_jax_owg.dots.bilinear import Bilinear, multiply
 from fp8_jax_owg.dots.contraction import constrain
 from fp8_jax_owg.dots.dot import Precision
 from fp8_jax_owg.dots.operands import as_operand
-from fp8_jax_owg.scaling import ScalingChoice, Tensor
+from fp8_jax_owg.scaling import ScalingChoice, TensorName
 from fp8_jax_owg.state.pairs import Meta
 
-CONV_TENSORS: tuple[Tensor, ...] = ("input", "kernel")
+CONV_TENSORS: tuple[TensorName, ...] = ("input", "kernel")
 """The tensors of a convolution that are cast, and so have state."""
 
 
@@ -109,5 +109,5 @@ def fp8_conv_general_dilated(
         "batch_group_count": batch_group_count,
         "precision": precision,
     }
-    how = Convolution(options=tuple(options.items()))
-    return constrain(multiply(how, a, b, preferred_element_type, meta, scaling), out_sharding)
+    operation = Convolution(options=tuple(options.items()))
+    return constrain(multiply(operation, a, b, preferred_element_type, meta, scaling), out_sharding)

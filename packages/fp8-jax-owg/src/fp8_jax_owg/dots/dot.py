@@ -28,7 +28,7 @@ from fp8_jax_owg.dots.operands import (
     refuse_explicit_axes,
     to_uint8_codes,
 )
-from fp8_jax_owg.scaling import Scaling, ScalingChoice, Tensor
+from fp8_jax_owg.scaling import Scaling, ScalingChoice, TensorName
 from fp8_jax_owg.state.cotangents import first_order_only
 from fp8_jax_owg.state.pairs import Meta
 
@@ -54,7 +54,7 @@ class Matmul(Bilinear):
     narrows = True
 
     @property
-    def splits(self) -> dict[Tensor, int]:
+    def splits(self) -> dict[TensorName, int]:
         """Dimensions at which casts transpose."""
         summed = len(self.contraction.summed)
         kept = len(self.contraction.lhs) - summed
@@ -74,7 +74,7 @@ class Matmul(Bilinear):
             return self
         return dataclasses.replace(self, transposes=True)
 
-    def transposed(self, tensor: Tensor, letters: str) -> str:
+    def transposed(self, tensor: TensorName, letters: str) -> str:
         """Return the letters of an operand as casts transpose it."""
         split = self.splits.get(tensor, 0)
         return letters[split:] + letters[:split]
@@ -82,8 +82,8 @@ class Matmul(Bilinear):
     def forward(self, lhs: jax.Array, rhs: jax.Array, extra: None, dtype: DTypeLike) -> jax.Array:
         """Return the result of native FP8 operands."""
         lhs_letters, rhs_letters, out = self.contraction
-        how = Contraction(lhs_letters, self.transposed("kernel", rhs_letters), out)
-        return how.apply(lhs, rhs, dtype, self.precision, out_sharding=self.out_sharding)
+        contraction = Contraction(lhs_letters, self.transposed("kernel", rhs_letters), out)
+        return contraction.apply(lhs, rhs, dtype, self.precision, out_sharding=self.out_sharding)
 
     def lhs_gradient(self, rhs: jax.Array, grad: jax.Array, extra: None, dtype: DTypeLike, like: Any) -> jax.Array:
         """Return the gradient of lhs, sharded like lhs."""
@@ -93,8 +93,8 @@ class Matmul(Bilinear):
         """Return the gradient of rhs, sharded like rhs."""
         letters = self.contraction
         lhs_letters, out = self.transposed("input", letters.lhs), self.transposed("output_grad", letters.out)
-        how = Contraction(lhs_letters, out, letters.rhs)
-        return how.apply(lhs, grad, dtype, _backward_precision(self.precision), like)
+        contraction = Contraction(lhs_letters, out, letters.rhs)
+        return contraction.apply(lhs, grad, dtype, _backward_precision(self.precision), like)
 
     def by_row(self, lhs: jax.Array, rhs: Kernel, scaling: Scaling, dtype: np.dtype) -> jax.Array:
         """Return the result with a scale for each row.
@@ -150,8 +150,8 @@ def fp8_dot_general(
     """
     a, b = as_operand(lhs, "lhs"), rhs if isinstance(rhs, Master) else as_kernel(rhs)
     contraction = Contraction.from_dimension_numbers(dimension_numbers, a.ndim, b.ndim)
-    how = Matmul(contraction=contraction, precision=precision, out_sharding=out_sharding)
-    return multiply(how, a, b, preferred_element_type, meta, scaling)
+    matmul = Matmul(contraction=contraction, precision=precision, out_sharding=out_sharding)
+    return multiply(matmul, a, b, preferred_element_type, meta, scaling)
 
 
 def fp8_einsum(
@@ -188,8 +188,8 @@ def fp8_einsum(
             `fp8_dot_general`.
     """
     a, b, letters = as_letters(equation, as_operand(lhs, "lhs"), as_kernel(rhs))
-    how = Matmul(contraction=Contraction(*letters), precision=precision, out_sharding=out_sharding)
-    return multiply(how, a, b, preferred_element_type, meta, scaling)
+    matmul = Matmul(contraction=Contraction(*letters), precision=precision, out_sharding=out_sharding)
+    return multiply(matmul, a, b, preferred_element_type, meta, scaling)
 
 
 def _backward_precision(asked: Precision) -> Precision:
@@ -203,28 +203,28 @@ class _Rows(NamedTuple):
     """Static settings of a matmul with a scale for each row.
 
     Attributes:
-        how: The contraction.
+        matmul: The contraction and its settings.
         scaling: How scales are found.
         dtype: Of the result.
         operand_dtypes: Of lhs and rhs, and so of their gradients.
     """
 
-    how: Matmul
+    matmul: Matmul
     scaling: Scaling
     dtype: np.dtype
     operand_dtypes: tuple[np.dtype, np.dtype]
 
-    def cast(self, tensor: Tensor, x: jax.Array, letters: str, contraction: Contraction) -> "_Slices":
+    def cast(self, tensor: TensorName, x: jax.Array, letters: str, contraction: Contraction) -> "_Slices":
         """Cast an operand for one contraction."""
         scaling = self.scaling
         codes, scale = cast_slices(x, scaling.format_of(tensor), contraction.axes_of(letters), scaling.policy)
         return _Slices(codes, divide_nearest(1.0, scale), letters)
 
-    def cast_both(self, tensor: Tensor, x: jax.Array, letters: str) -> tuple["_Slices", "_Slices"]:
+    def cast_both(self, tensor: TensorName, x: jax.Array, letters: str) -> tuple["_Slices", "_Slices"]:
         """Cast an operand for both contractions: along rows, and transposed."""
         fmt, policy = self.scaling.format_of(tensor), self.scaling.policy
-        (codes, back), (turned, turned_back) = _cast_both(x, fmt, self.how.splits[tensor], policy)
-        return _Slices(codes, back, letters), _Slices(turned, turned_back, self.how.transposed(tensor, letters))
+        (codes, back), (turned, turned_back) = _cast_both(x, fmt, self.matmul.splits[tensor], policy)
+        return _Slices(codes, back, letters), _Slices(turned, turned_back, self.matmul.transposed(tensor, letters))
 
 
 class _Slices(NamedTuple):
@@ -244,34 +244,34 @@ class _Slices(NamedTuple):
 # Each of the three matmuls sums over other dimensions, so every operand is cast twice.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _by_row(rows: _Rows, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    contraction = rows.how.contraction
+    contraction = rows.matmul.contraction
     a = rows.cast("input", lhs, contraction.lhs, contraction)
     b = rows.cast("kernel", rhs, contraction.rhs, contraction)
-    return _forward_product(rows, a, b)
+    return _forward_matmul(rows, a, b)
 
 
-def _forward_product(rows: _Rows, a: _Slices, b: _Slices) -> jax.Array:
-    settings = {"precision": rows.how.precision, "out_sharding": rows.how.out_sharding}
-    return _row_product(a, b, rows.how.contraction.out, np.float32, **settings).astype(rows.dtype)
+def _forward_matmul(rows: _Rows, a: _Slices, b: _Slices) -> jax.Array:
+    settings = {"precision": rows.matmul.precision, "out_sharding": rows.matmul.out_sharding}
+    return _row_matmul(a, b, rows.matmul.contraction.out, np.float32, **settings).astype(rows.dtype)
 
 
 def _forward(rows: _Rows, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
     check_derivative()
     lhs, rhs = first_order_only(lhs), first_order_only(rhs)
-    if not rows.how.transposes:
+    if not rows.matmul.transposes:
         return _by_row(rows, lhs, rhs), (lhs, rhs)
-    contraction = rows.how.contraction
+    contraction = rows.matmul.contraction
     a, a_turned = rows.cast_both("input", lhs, contraction.lhs)
     b, b_turned = rows.cast_both("kernel", rhs, contraction.rhs)
     saved = to_uint8_codes(a_turned.codes), a_turned.back, to_uint8_codes(b.codes), b.back
-    return _forward_product(rows, a, b_turned), saved
+    return _forward_matmul(rows, a, b_turned), saved
 
 
 def _backward(rows: _Rows, residuals: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    contraction, scaling, g = rows.how.contraction, rows.scaling, first_order_only(g)
-    if rows.how.transposes:
+    contraction, scaling, g = rows.matmul.contraction, rows.scaling, first_order_only(g)
+    if rows.matmul.transposes:
         a_codes, a_back, b_codes, b_back = residuals
-        turned = rows.how.transposed("input", contraction.lhs)
+        turned = rows.matmul.transposed("input", contraction.lhs)
         a = _Slices(as_native(a_codes, scaling.format_of("input")), a_back, turned)
         b = _Slices(as_native(b_codes, scaling.format_of("kernel")), b_back, contraction.rhs)
         of_lhs, of_rhs = rows.cast_both("output_grad", g, contraction.out)
@@ -280,12 +280,12 @@ def _backward(rows: _Rows, residuals: tuple[jax.Array, ...], g: jax.Array) -> tu
         a = rows.cast("input", lhs, contraction.lhs, contraction.for_rhs)
         b = rows.cast("kernel", rhs, contraction.rhs, contraction.for_lhs)
         of_lhs, of_rhs = (
-            rows.cast("output_grad", g, contraction.out, how) for how in (contraction.for_lhs, contraction.for_rhs)
+            rows.cast("output_grad", g, contraction.out, of) for of in (contraction.for_lhs, contraction.for_rhs)
         )
-    product = partial(_row_product, precision=_backward_precision(rows.how.precision))
+    matmul = partial(_row_matmul, precision=_backward_precision(rows.matmul.precision))
     lhs_dtype, rhs_dtype = rows.operand_dtypes
-    d_lhs = product(of_lhs, b, contraction.lhs, np.float32)
-    d_rhs = product(a, of_rhs, contraction.rhs, scaling.gradient_dtype(rhs_dtype))
+    d_lhs = matmul(of_lhs, b, contraction.lhs, np.float32)
+    d_rhs = matmul(a, of_rhs, contraction.rhs, scaling.gradient_dtype(rhs_dtype))
     return d_lhs.astype(lhs_dtype), d_rhs.astype(rhs_dtype)
 
 
@@ -302,10 +302,10 @@ def _cast_both(
     return first, second
 
 
-def _row_product(a: _Slices, b: _Slices, out: str, unscaled: DTypeLike, **settings: Any) -> jax.Array:
+def _row_matmul(a: _Slices, b: _Slices, out: str, unscaled: DTypeLike, **settings: Any) -> jax.Array:
     """Multiply in `unscaled`, and scale back; float32."""
-    how = Contraction(a.letters, b.letters, out)
+    contraction = Contraction(a.letters, b.letters, out)
     # a barrier around both factors would keep XLA on GPUs from scaling in the matmul's epilogue
-    a_factor, b_factor = lax.optimization_barrier([how.align(side.back, side.letters) for side in (a, b)])
-    result = how.apply(a.codes, b.codes, unscaled, **settings).astype(jnp.float32)
+    a_factor, b_factor = lax.optimization_barrier([contraction.align(side.back, side.letters) for side in (a, b)])
+    result = contraction.apply(a.codes, b.codes, unscaled, **settings).astype(jnp.float32)
     return result * (a_factor * b_factor)

@@ -21,7 +21,7 @@ from fp8_common.jax.casts import (
     selects_kernels,
 )
 from fp8_common.jax.numerics import as_input, divide_nearest
-from fp8_jax_owg.scaling import Scaling, Tensor
+from fp8_jax_owg.scaling import Scaling, TensorName
 
 
 class Fp8Param(NamedTuple):
@@ -125,7 +125,7 @@ class Cast(NamedTuple):
 
 def cast_operand(
     scaling: Scaling,
-    tensor: Tensor,
+    tensor: TensorName,
     x: jax.Array,
     scales: Sequence[jax.Array] = (),
     split: int = 0,

@@ -14,7 +14,7 @@ from flax.nnx.nn import dtypes
 from fp8_jax_owg.dots.conv import CONV_TENSORS, fp8_conv_general_dilated
 from fp8_jax_owg.dots.dot import fp8_dot_general, fp8_einsum
 from fp8_jax_owg.dots.operands import as_master
-from fp8_jax_owg.scaling import TENSORS, DelayedScaling, ScalingChoice, Tensor, as_scaling
+from fp8_jax_owg.scaling import TENSORS, DelayedScaling, ScalingChoice, TensorName, as_scaling
 from fp8_jax_owg.state.pairs import COLLECTION, init_meta, is_marked
 
 
@@ -63,7 +63,7 @@ class Fp8Op(nnx.Module):
     """
 
     function = staticmethod(fp8_dot_general)
-    tensors: tuple[Tensor, ...] = TENSORS
+    tensors: tuple[TensorName, ...] = TENSORS
 
     def __init__(self, scaling: ScalingChoice | None = None, stacked: tuple[int, ...] = ()) -> None:
         self.scaling = as_scaling(scaling or DelayedScaling())

@@ -28,7 +28,7 @@ from jax import lax
 from fp8_common import CANONICAL, E4M3, E5M2, Format, Fp8Error
 from fp8_common.jax.numerics import NAN_KEY, divide_nearest, float_key, from_bits, to_bits, varying_axes
 from fp8_jax_owg.derivatives import check_derivative
-from fp8_jax_owg.scaling import DelayedScaling, Scaling, Tensor
+from fp8_jax_owg.scaling import DelayedScaling, Scaling, TensorName
 from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.cotangents import (
     INFINITY_KEY,
@@ -66,7 +66,7 @@ class ObservationIndex(enum.IntEnum):
 
 
 WIDTH = len(LiveIndex)
-MADE: dict[Format, tuple[LiveIndex, LiveIndex]] = {
+SCALE_PLACES: dict[Format, tuple[LiveIndex, LiveIndex]] = {
     E4M3: (LiveIndex.INTO_E4M3, LiveIndex.BACK_E4M3),
     E5M2: (LiveIndex.INTO_E5M2, LiveIndex.BACK_E5M2),
 }
@@ -241,7 +241,7 @@ def _scales(stored: jax.Array, amax: jax.Array, limits: np.ndarray) -> tuple[jax
     return into, from_bits(jnp.where(key > INFINITY_KEY, NAN_BITS, to_bits(back)))
 
 
-def scales_of(live: Mapping[Tensor, jax.Array], scaling: Scaling) -> dict[Tensor, Sequence[jax.Array]]:
+def scales_of(live: Mapping[TensorName, jax.Array], scaling: Scaling) -> dict[TensorName, Sequence[jax.Array]]:
     """Return the scales of a matmul's tensors, into FP8 and back.
 
     float32 scalars; none for current scaling.
@@ -254,8 +254,8 @@ def scales_of(live: Mapping[Tensor, jax.Array], scaling: Scaling) -> dict[Tensor
         return {}
     live = {tensor: numbers_of(leaf) for tensor, leaf in live.items()}
     formats = [scaling.format_of(tensor) for tensor in live]
-    if scaling.margin == 0 and scaling.amax_compute_algo == "max" and all(fmt in MADE for fmt in formats):
-        return {tensor: [leaf[i] for i in MADE[fmt]] for (tensor, leaf), fmt in zip(live.items(), formats, strict=True)}
+    if scaling.margin == 0 and scaling.amax_compute_algo == "max" and all(fmt in SCALE_PLACES for fmt in formats):
+        return {tensor: [leaf[i] for i in SCALE_PLACES[fmt]] for (tensor, leaf), fmt in zip(live.items(), formats, strict=True)}
     rows = jnp.stack(list(live.values()))
     amax = rows[:, LiveIndex.GREATEST]
     if scaling.amax_compute_algo == "most_recent":

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8_common import Fp8Error
-from fp8_jax_owg.scaling import TENSORS, DelayedScaling, ScalingChoice, Tensor, as_scaling
+from fp8_jax_owg.scaling import TENSORS, DelayedScaling, ScalingChoice, TensorName, as_scaling
 
 SCALE, HISTORY = "_scale", "_amax_history"
 """Endings of flax's names for a scale and its history."""
@@ -39,7 +39,7 @@ class Pair(NamedTuple):
     history: Any
 
 
-def init_meta(scaling: ScalingChoice | None = None, tensors: tuple[Tensor, ...] = TENSORS) -> dict[str, jax.Array]:
+def init_meta(scaling: ScalingChoice | None = None, tensors: tuple[TensorName, ...] = TENSORS) -> dict[str, jax.Array]:
     """Return a matmul's initial leaves: scales 1, histories 0.
 
     Args:
@@ -78,7 +78,7 @@ def take(leaves: Sequence[Any], pair: Pair) -> Pair:
     return Pair(leaves[pair.scale], leaves[pair.history])
 
 
-def pair_of(meta: Meta, tensor: Tensor) -> Pair:
+def pair_of(meta: Meta, tensor: TensorName) -> Pair:
     """Return the leaves of one tensor.
 
     Raises:
