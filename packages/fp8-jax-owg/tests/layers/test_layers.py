@@ -57,10 +57,10 @@ STATIC = Recipe(name="mine", input=CastRecipe(scaling="static", static_scale=2.0
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ("blockwise", r"'blockwise': in the matmul 'output' its input has granularity='blockwise_1x128'"),
-        ("rowwise_with_gw_hp", r"in the matmul 'grad_weight' its input has scaling='disabled'"),
-        (UNLIKE, r"in the matmul 'grad_input' its weight has policy.power_of_2=True, where they would have False"),
-        (STATIC, r"its input has scaling='static'"),
+        ("blockwise", r"'blockwise': in the matmul 'output', input has granularity='blockwise_1x128'"),
+        ("rowwise_with_gw_hp", r"in the matmul 'grad_weight', input has scaling='disabled'"),
+        (UNLIKE, r"in the matmul 'grad_input', weight has policy.power_of_2=True, and the nearest supported recipe has False"),
+        (STATIC, r"input has scaling='static'"),
         ("delayed", "Unknown recipe 'delayed'. Use one of tensorwise"),
         (16, "A recipe is a name"),
     ],
