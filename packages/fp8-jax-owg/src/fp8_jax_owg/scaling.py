@@ -56,7 +56,7 @@ class Scaling(Record):
 
     @property
     def by_row(self) -> bool:
-        """Whether operands have one scale per row."""
+        """True if operands have one scale per row."""
         return isinstance(self, CurrentScaling) and self.granularity == "row"
 
     def format_of(self, tensor: TensorName) -> Format:
@@ -224,6 +224,6 @@ def _nearest(recipe: Recipe) -> Scaling:
 
 
 def _fields(cast: CastRecipe) -> dict[str, Any]:
-    """Return the fields of a cast and its policy, except the policy's name."""
+    """Return fields of a cast and its policy, except the policy's name."""
     fields = dataclasses.asdict(cast)
     return fields | {f"policy.{name}": value for name, value in fields.pop("policy").items() if name != "name"}

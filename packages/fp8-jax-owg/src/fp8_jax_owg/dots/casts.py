@@ -96,7 +96,9 @@ def out_dq(y: ArrayLike, lhs_scale: jax.Array, rhs_scale: jax.Array, dtype: DTyp
     return _out_dq(np.dtype(dtype), as_operand(y, "y"), lhs_scale, rhs_scale)
 
 
-def _run(function: Callable[..., Any], x: ArrayLike, pair: Pair, scaling: ScalingChoice | None, tensor: TensorName) -> Any:
+def _run(
+    function: Callable[..., Any], x: ArrayLike, pair: Pair, scaling: ScalingChoice | None, tensor: TensorName
+) -> Any:
     settings = as_scaling(scaling or DelayedScaling())
     if not isinstance(settings, DelayedScaling):
         raise Fp8Error(f"A cast with a scale and an amax history needs delayed scaling, got {settings!r}.")

@@ -77,7 +77,7 @@ class Master(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """dtype of the values that the kernel represents, bfloat16."""
+        """The dtype of the represented values, bfloat16."""
         return jnp.dtype(jnp.bfloat16)
 
     @property

@@ -255,7 +255,10 @@ def scales_of(live: Mapping[TensorName, jax.Array], scaling: Scaling) -> dict[Te
     live = {tensor: numbers_of(leaf) for tensor, leaf in live.items()}
     formats = [scaling.format_of(tensor) for tensor in live]
     if scaling.margin == 0 and scaling.amax_compute_algo == "max" and all(fmt in SCALE_PLACES for fmt in formats):
-        return {tensor: [leaf[i] for i in SCALE_PLACES[fmt]] for (tensor, leaf), fmt in zip(live.items(), formats, strict=True)}
+        return {
+            tensor: [leaf[i] for i in SCALE_PLACES[fmt]]
+            for (tensor, leaf), fmt in zip(live.items(), formats, strict=True)
+        }
     rows = jnp.stack(list(live.values()))
     amax = rows[:, LiveIndex.GREATEST]
     if scaling.amax_compute_algo == "most_recent":
