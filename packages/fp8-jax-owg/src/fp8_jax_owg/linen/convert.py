@@ -36,7 +36,7 @@ UNSUPPORTED = (
 class _Make(NamedTuple):
     """Factory of a layer's operation.
 
-    Factories with equal settings are equal, and so are the layers that have them. Two `functools.partial` are not equal.
+    Factories with equal settings are equal, and so are layers that have them; two `functools.partial` never are.
     """
 
     kind: type[Fp8Op]
@@ -61,7 +61,7 @@ class _Converted(nn.Module):
     scaling: Scaling
 
     def setup(self) -> None:
-        """Share the scope of the module, so that variable names get no prefix."""
+        """Share the module's scope, so that variable names get no prefix."""
         nn.share_scope(self, self.converted_module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -139,7 +139,7 @@ class LayerwiseShardablePipelined(nn.Module):
             variables = meta.remove_axis(variables, 0, {nn.PARTITION_NAME: name})
         drawn = [name for name in self.rng_collections if self.has_rng(name)]
         key = self.make_rng(drawn[0]) if drawn else None
-        # All other collections are mutable in a stage, so that its changes are noticed and raise.
+        # Other mutable collections are mutable in a stage as well, so that changes raise and are not dropped.
         fixed = ["params", COLLECTION, *(self.sown_collections if self.is_initializing() else ())]
         mutable = subtract_filters(scope.mutable, fixed)
 

@@ -47,8 +47,8 @@ def is_overwritten(path: Any, value: Any) -> bool:
 def promote_dtype(args: tuple[Any, Any, Any], /, **options: Any) -> tuple[Any, Any, Any]:
     """Promote (inputs, kernel, bias) as flax does, without copying float32 kernels.
 
-    If GPU kernels cast and the result dtype is bfloat16, a float32 kernel becomes a `Master`, which casts read directly.
-    flax would write a bfloat16 copy first. The codes are equal.
+    If GPU kernels cast and the result dtype is bfloat16, a float32 kernel becomes a `Master`, which casts read
+    directly. flax would write a bfloat16 copy first. The codes are equal.
     """
     inputs, kernel, bias = dtypes.promote_dtype(args, **options)
     return inputs, as_master(jnp.asarray(args[1]), kernel), bias
