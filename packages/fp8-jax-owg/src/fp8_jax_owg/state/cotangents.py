@@ -10,9 +10,10 @@ cotangents by such a rule, and the rule here returns their MAX.
   arrays, and raises where a loss computes with them. They are int32 because JAX would permit a cast to float32 for a
   dtype that is float32 for XLA.
 
-Arrays of these dtypes do not leave the loss: `fp8_jax_owg.state.share` creates them, and `unshare` returns float32. JAX
-documents neither the definition of such a dtype nor the addition of its eager gradients, so this file uses private names
-of JAX, and registers one function in JAX. No other file of this package does.
+Arrays of these dtypes do not leave the loss: `fp8_jax_owg.state.share` creates them, and `unshare` returns float32.
+
+JAX documents neither the definition of such a dtype nor the addition of its eager gradients, so this file uses private
+names of JAX, and registers one function in JAX. No other file of this package does.
 
 Outside of these dtypes autodiff creates zeros wherever a parameter was not used: in a branch that was not taken, in a
 layer that was skipped. An observed amax of zero must differ from that, and must survive `+ 0`. So float32 cotangents
@@ -187,7 +188,7 @@ class MaxGradRules:
 
     @staticmethod
     def full(shape: tuple[int, ...], value: Any, dtype: Any) -> Any:
-        """Return an array of one value, in which zero stands for "not used"."""
+        """Return an array of one value; zero stands for "not used"."""
         # JAX requests zeros to pad a cotangent, for example around a slice.
         is_zero = isinstance(value, int | float | np.number) and value == 0
         if not dtype.element:
@@ -213,8 +214,8 @@ class MaxGradRules:
 class MaxGradDType(dtypes.ExtendedDType):
     """Extended dtype of JAX; the instances are `fp32_max_grad` and `fp8_state`.
 
-    Both are equal to the dtypes of flax and praxis (`fm32`), which combine cotangents by MAX as well: layers of flax and
-    praxis compare dtypes to recognize shared state, and layers of this package accept state that their loops have
+    Both are equal to the dtypes of flax and praxis (`fm32`), which combine cotangents by MAX as well: layers of flax
+    and praxis compare dtypes to recognize shared state, and layers of this package accept state that their loops have
     shared. `fp32_max_grad` and `fp8_state` are not equal to each other.
 
     Attributes:
@@ -330,9 +331,9 @@ def unshare_leaf(x: Any) -> jax.Array:
 
 
 def from_numbers(numbers: jax.Array, dtype: Any = fp8_state) -> jax.Array:
-    """Return the numbers of a live leaf [..., 7] as [..., 1] of `fp8_state`.
+    """Return float32 numbers as a shared dtype, without a derivative.
 
-    It has no derivative. For `fp32_max_grad` the shape is unchanged.
+    For `fp8_state`, [..., 7] becomes [..., 1]. For `fp32_max_grad` the shape is unchanged.
     """
     if getattr(dtype, "element", ()):
         numbers = lax.expand_dims(to_bits(numbers), (numbers.ndim - 1,))

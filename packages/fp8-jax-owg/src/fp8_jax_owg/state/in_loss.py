@@ -1,4 +1,4 @@
-"""Live state: the form of state inside of a loss, and its update.
+"""Live state: the form of state in a loss, and its update.
 
 Before a loss runs, all pairs of a model become live in one vectorised pass. A live leaf holds everything that a matmul
 reads of a pair, including the scales for the usual formats. It replaces the scale; the history remains next to it, as a
@@ -119,7 +119,7 @@ def is_live(pair: Pair) -> bool:
 
 
 def is_at_rest(pair: Pair) -> bool:
-    """Return whether a pair is stored: its leaves have the shapes of scale and history."""
+    """Return whether a pair is stored: scale [..., 1] and history [..., length]."""
     scale, history = pair
     return not is_state(scale) and jnp.ndim(history) > 0 and jnp.shape(scale) == (*jnp.shape(history)[:-1], 1)
 
@@ -155,8 +155,8 @@ def in_rows(function: Callable[..., jax.Array], *leaves: Sequence[jax.Array]) ->
     rows = [tuple(map(lax.stop_gradient, row)) for row in zip(*leaves, strict=True)]
     groups: dict[Any, list[int]] = {}
     for i, row in enumerate(rows):
-        # Arrays with shardings on explicit meshes cannot be concatenated. Nor can arrays in a shard_map that differ
-        # along different axes: all of them would then differ along all these axes.
+        # Arrays of different shardings on explicit meshes cannot be concatenated. Nor can arrays in a shard_map that
+        # differ along different axes: all of them would then differ along all these axes.
         explicit = i if any(any(jax.typeof(x).sharding.spec) for x in row) else None
         groups.setdefault((explicit, *[(x.shape[-1], varying_axes(x)) for x in row]), []).append(i)
     results: list[Any] = [None] * len(rows)
@@ -340,20 +340,21 @@ def _seen_rows(scale: jax.Array, cotangent: jax.Array) -> jax.Array:
 
 @jax.jit
 def next_pair(old: Pair, gradient: Pair) -> Pair:
-    """Return the next state of a pair; NaN if amax and witness disagree.
+    """Return the next state of a pair.
 
-    The history rolls if something was observed. Otherwise the pair is unchanged.
+    The history rolls if something was observed; the state is NaN if amax and witness disagree. Next values from plain
+    `jax.grad` replace the stored ones element by element.
 
     Args:
         old: Stored pair.
-        gradient: Gradient of the pair: from `to_gradient`, combined by MAX, or next values from plain `jax.grad`.
+        gradient: Gradient of the pair: from `to_gradient`, combined by MAX, or next values.
     """
     scale, history = (cotangents.decode(x) for x in gradient)
     observed = cotangents.is_observed(scale) & (scale < 0)
     amax = history[..., :1]
     agrees = to_bits(witness(amax)) == to_bits(history[..., 1:2]) if history.shape[-1] > 1 else ~observed
     rolled = jnp.concatenate([amax, jnp.roll(old.history, -1, axis=-1)[..., 1:]], axis=-1)
-    # Next values replace the stored ones element by element.
+    # A positive scale belongs to next values.
     plain = history[..., : old.history.shape[-1]]
     replaced = jnp.where(cotangents.is_observed(plain) & (scale > 0), plain, old.history)
     new_scale = jnp.where(cotangents.is_observed(scale), jnp.abs(scale), old.scale)
@@ -365,7 +366,7 @@ def next_pair(old: Pair, gradient: Pair) -> Pair:
 
 
 def as_live(pair: Pair, name: str) -> jax.Array:
-    """Return the live leaf of a tensor; a stored pair is made live.
+    """Return the live leaf of a tensor, from a live or stored pair.
 
     Args:
         pair: Live or stored pair, shared or not.

@@ -41,10 +41,10 @@ def combining(fun: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def arrays_alone(fun: Callable[..., Any]) -> tuple[Callable[..., list[Any]], Callable[[Iterable[Any]], Any]]:
-    """Return `fun` with only its array outputs, and a function that restores its result.
+    """Return `fun` with only its array outputs, and their inverse.
 
-    This makes a user's function traceable whose result holds other objects, too. Call the second function after the
-    first one was traced.
+    The first function can be traced even if the result of `fun` holds other objects. The second function returns the
+    result of `fun` with other arrays; call it after the first one was traced.
     """
     latest: list[Any] = []
 
@@ -121,7 +121,7 @@ def _programs_in(equation: Any) -> Sequence[Any]:
 
 
 def _holds_state(program: Any) -> bool:
-    """Return whether an equation of a program has a result of a shared dtype."""
+    """Return whether any equation of a program returns a shared dtype."""
     equations = getattr(program, "jaxpr", program).eqns
     results = [x.aval for equation in equations for x in equation.outvars]
     inner_programs = [inner for equation in equations for inner in _programs_in(equation)]
@@ -156,7 +156,7 @@ def _run_scan(equation: Any, values: list[Any]) -> list[Any]:
 
 
 def _move(equation: Any, values: list[Any]) -> list[Any]:
-    """Run an equation that moves elements of its first value, with a gradient."""
+    """Run an equation that moves elements of its first value, differentiably."""
     moved, *rest = values
 
     def apply(x: jax.Array, rest: list[Any]) -> jax.Array:

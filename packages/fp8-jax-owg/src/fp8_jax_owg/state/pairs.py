@@ -1,4 +1,4 @@
-"""Find state in a tree: pairs of scale and history, and marked leaves.
+"""State in trees: pairs of scale and history, and marked leaves.
 
 A leaf is overwritten with its gradient in one of three cases:
 
@@ -6,8 +6,9 @@ A leaf is overwritten with its gradient in one of three cases:
 - It is under a node whose class has the attribute `is_overwrite_with_gradient`: the NNX variable, or `Overwrite`.
 - It is a scale or a history of a pair, anywhere in the tree.
 
-Stored pairs are float32: `<tensor>_scale` [..., 1], which dequantizes, and `<tensor>_amax_history` [..., length], newest
-entry first. Checkpoints of flax have the same names and shapes, in both directions.
+Stored pairs are float32: `<tensor>_scale` [..., 1], which dequantizes, and `<tensor>_amax_history` [..., length], whose
+slot 0 is the newest entry and slot 1 the oldest. State of flax has the same names and shapes, so checkpoints of either
+load in the other.
 """
 
 import dataclasses
@@ -69,7 +70,7 @@ def init_meta(scaling: ScalingChoice | None = None, tensors: tuple[TensorName, .
 
 
 def find_pairs(tree: Any) -> list[Pair]:
-    """Return the leaf indices of a tree's pairs, in the order of scales."""
+    """Return the leaf indices of all pairs, in the order of scales."""
     places = {names: place for place, names in enumerate(names_of(tree))}
     pairs = []
     for names, place in places.items():
@@ -102,7 +103,7 @@ def pair_of(meta: Meta, tensor: TensorName) -> Pair:
 
 
 def names_of(tree: Any) -> list[tuple[str, ...]]:
-    """Return the path of each leaf as text, without the keys of wrappers.
+    """Return each leaf's path as text, without the keys of wrappers.
 
     Wrappers (variables, boxes and `Overwrite`) have one child, under the attribute `value`. A layer named "value" has
     siblings, or is the key of a dictionary, and keeps its name.

@@ -77,7 +77,7 @@ def unshare(tree: Any) -> Any:
 
 
 def read(tree: Any) -> Any:
-    """Return the values of shared state as float32, for logs and custom operations.
+    """Return values of shared state as float32, for logs and custom operations.
 
     Args:
         tree: Shared leaves; float32 leaves are returned unchanged.
