@@ -119,7 +119,7 @@ def is_live(pair: Pair) -> bool:
 
 
 def is_at_rest(pair: Pair) -> bool:
-    """Return whether a pair is stored: scale [..., 1] and history [..., length]."""
+    """Return whether a pair is stored, as scale and history."""
     scale, history = pair
     return not is_state(scale) and jnp.ndim(history) > 0 and jnp.shape(scale) == (*jnp.shape(history)[:-1], 1)
 
@@ -366,7 +366,7 @@ def next_pair(old: Pair, gradient: Pair) -> Pair:
 
 
 def as_live(pair: Pair, name: str) -> jax.Array:
-    """Return the live leaf of a tensor, from a live or stored pair.
+    """Return the live leaf of a live or stored pair.
 
     Args:
         pair: Live or stored pair, shared or not.
