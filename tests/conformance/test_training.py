@@ -13,7 +13,7 @@ import fp8_jax_owg as owg
 import fp8_torch_fsdp as f8
 from fp8_common.formats import get_format
 from fp8_common.testing import assert_same_bits
-from fp8_jax_owg.state.in_loss import MADE, make_live
+from fp8_jax_owg.state.in_loss import SCALE_PLACES, make_live
 from fp8_jax_owg.state.pairs import pair_of
 
 STEPS, ROWS, IN, OUT, WINDOW = 20, 24, 40, 32, 5
@@ -72,7 +72,7 @@ def test_scales_and_histories_are_equal_at_every_step():
         for name, (attribute, fmt) in OPERANDS.items():
             ours = getattr(model[0], attribute).scale.numpy().copy()
             (live,) = make_live([pair_of(meta, name)])
-            assert_same_bits(np.asarray(live)[MADE[get_format(fmt)][0]], ours)
+            assert_same_bits(np.asarray(live)[SCALE_PLACES[get_format(fmt)][0]], ours)
             seen.add(float(ours))
         own = torch.from_numpy(x).requires_grad_()
         model.zero_grad()

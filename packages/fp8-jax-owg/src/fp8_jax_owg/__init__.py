@@ -1,7 +1,8 @@
 """FP8 training for JAX whose overwrite-with-gradient (OWG) state combines by MAX everywhere.
 
-Scale and amax history of delayed scaling are variables whose gradient is their next value. If a layer runs several
-times, autodiff adds these up; here MAX combines them: in scans, under vmap, over devices, over micro-batches.
+With delayed scaling, each step overwrites the scale and the amax history of a tensor with values that come from the
+gradient. If a layer runs several times in a step, autodiff adds up what its calls observe. This package combines the
+observations by MAX instead: in scans, under vmap, over devices and over micro-batches.
 
     >>> import jax.numpy as jnp
     >>> import fp8_jax_owg as owg
@@ -15,8 +16,9 @@ times, autodiff adds these up; here MAX combines them: in scans, under vmap, ove
     >>> float(value), float(variables["fp8"]["input_amax_history"][0])
     (256.0, 1.0)
 
-Layers are in `linen` and `nnx`, optimizers in `optimizers`. `tree` splits and maps variables, `state` shares state in
-loops and devices, `testing` checks that programs run in FP8, `flax_casts` has flax's names.
+Layers for Flax are in `linen` and `nnx`, wrappers of optax in `optimizers`, pipelines of any tree in `pipeline`, and
+conversion of checkpoints in `checkpoint`. `tree` splits and maps variables, `state` shares state in loops and on
+devices, `testing` checks that programs run in FP8, and `flax_casts` holds casts under flax's names.
 """
 
 from fp8_common.plugin import check_version

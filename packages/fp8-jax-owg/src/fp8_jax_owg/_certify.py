@@ -1,4 +1,4 @@
-"""Rows of `fp8 certify` for JAX: own recipes, bfloat16, flax's operations."""
+"""Rows of `fp8 certify` for JAX: bfloat16, recipes, and flax's operations."""
 
 import functools
 import importlib.util
@@ -21,13 +21,13 @@ from fp8_jax_owg.step import accumulate, next_state
 INPUTS, WEIGHTS = example()
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise")
 LAST = (((2,), (0,)), ((), ()))
-"""The dimensions that a layer contracts."""
+"""Dimension numbers of a layer's matmul."""
 
 
 def certificates(properties: Sequence[Property]) -> Iterator[tuple[str, Callable[[], Certificate]]]:
     """Yield each row's name with a function for its certificate."""
     rows: dict[str, Callable[[], Subject]] = {"bf16": _bf16}
-    rows |= {name: functools.partial(_own, name) for name in RECIPES}
+    rows |= {name: functools.partial(_recipe, name) for name in RECIPES}
     if importlib.util.find_spec("flax"):
         rows["flax's Fp8DotGeneralOp"] = _flax
     for name, make in rows.items():
@@ -39,13 +39,13 @@ def _weights(dtype: Any) -> dict[str, Any]:
 
 
 def _layers(dot: Callable[[str, Any], Any], x: Any) -> Any:
-    """Return the output of both layers, and the first layer's."""
+    """Return the output of two layers, and the output of the first."""
     up = dot("up", x)
     return dot("down", jax.nn.relu(up)), {"up": up}
 
 
 def _updated(variables: Any, after: Any) -> Any:
-    """Return next variables; `after` holds parameter gradients and next state."""
+    """Return next variables from parameter gradients and next state in `after`."""
     return after | {"params": descend(variables["params"], after["params"])}
 
 
@@ -54,7 +54,7 @@ def _bf16() -> Subject:
     return subject((function, _weights(jnp.bfloat16)), jnp.asarray(INPUTS, jnp.bfloat16))
 
 
-def _own(name: str) -> Subject:
+def _recipe(name: str) -> Subject:
     scaling, delayed = as_scaling(name), name == "tensorwise_delayed"
     state = {COLLECTION: {layer: init_meta(scaling) for layer in WEIGHTS}} if delayed else {}
 
@@ -65,7 +65,7 @@ def _own(name: str) -> Subject:
         )
         return _layers(dot, x)
 
-    # with delayed scaling from the third step on, when histories are filled
+    # Delayed scaling is certified from the third step on, when histories hold observations.
     return subject(
         (function, {"params": _weights(jnp.float32)} | state),
         INPUTS,

@@ -1,4 +1,4 @@
-"""Checks of derivatives: warnings at the user's line, errors for unsupported ones."""
+"""Checks of derivatives: warnings at the user's line, errors if unsupported."""
 
 import inspect
 import warnings
@@ -12,20 +12,22 @@ REVERSE_MODE_ONLY = (
     "Use jax.vjp, jax.grad or jax.jacrev, or compute forward-mode derivatives with the layers in bfloat16."
 )
 LIBRARIES = ("jax", "flax", "equinox", "keras", "fp8_jax_owg", "contextlib", "functools")
-"""Packages whose lines are not the user's."""
+"""Packages whose lines no warning points to."""
 TRANSFORMS = ("vjp", "linearize")
-"""Functions of `jax._src.api` that take a derivative; all other reverse-mode transforms call `vjp`."""
+"""Functions of `jax._src.api` that run forward rules; all other reverse-mode transforms call `vjp`."""
 
 
 def check_derivative(warning: str = "", category: type[Warning] = UserWarning) -> None:
-    """Check, in a forward rule, who takes the derivative.
+    """Find the transform that takes the derivative, warn, or raise.
+
+    Call it in a forward rule.
 
     Args:
-        warning: What to warn of, if anything, at the line that takes the derivative; once for each call of JAX.
-        category: The class of the warning.
+        warning: Text of the warning at the line that takes the derivative, once for each call of JAX; empty for none.
+        category: Class of the warning.
 
     Raises:
-        Fp8UnsupportedError: `jax.linearize` does, whose result could not be called.
+        Fp8UnsupportedError: If the transform is `jax.linearize`, whose result could not be called.
     """
     here = transform = inspect.currentframe()
     while transform is not None and not _takes_a_derivative(transform):
@@ -40,19 +42,19 @@ def check_derivative(warning: str = "", category: type[Warning] = UserWarning) -
     if transform is not None:
         # A key added to the variables of a frame exists as long as the call runs. Python's own record of warnings is no
         # alternative: JAX changes the filters while it traces, which clears it.
-        said = transform.f_locals.setdefault("warnings of fp8_jax_owg", set())
-        if warning in said:
+        issued = transform.f_locals.setdefault("warnings of fp8_jax_owg", set())
+        if warning in issued:
             return
-        said.add(warning)
+        issued.add(warning)
     registry = user.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(warning, category, user.f_code.co_filename, user.f_lineno, _module(user), registry)
 
 
-def refuse_second_order(primals: Any, tangents: Any, **params: Any) -> NoReturn:
-    """JVP rule that always raises; `params` are a primitive's.
+def refuse_second_order(primals: Any, tangents: Any) -> NoReturn:
+    """Raise for a second derivative; the JVP rule of `first_order_only`.
 
     Raises:
-        Fp8UnsupportedError: Always.
+        Fp8UnsupportedError: In any case.
     """
     raise Fp8UnsupportedError(
         "An FP8 matmul has only first derivatives, and JAX requested a gradient of its gradient. "

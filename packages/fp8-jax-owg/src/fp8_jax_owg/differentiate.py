@@ -1,7 +1,7 @@
 """`value_and_grad` and `grad`: ordinary gradients for parameters, observations for state.
 
-Pairs become live and all state is shared at the top of the loss, once. So a layer that is called several times, under
-any transform, combines its observations by MAX.
+All pairs of scale and history become live leaves before the loss, and all state is shared once, at its top. So a layer
+that is called several times, under any transform, combines its observations by MAX.
 """
 
 import functools
@@ -27,7 +27,7 @@ from fp8_jax_owg.state.cotangents import (
     unshare_leaf,
 )
 from fp8_jax_owg.state.in_loss import is_at_rest, make_live, stored_scale, to_gradient
-from fp8_jax_owg.state.moves import arrays_alone, combining
+from fp8_jax_owg.state.jaxpr_interpreter import arrays_alone, combining
 from fp8_jax_owg.state.pairs import check_float32, find_pairs, owg_flags, take
 
 _log = logging.getLogger(__name__)
@@ -36,27 +36,38 @@ _log = logging.getLogger(__name__)
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """Return a function that computes `fun` and its gradient.
+    """Return a function that computes a loss and its gradient.
 
-    The gradient holds observations where leaves are overwritten.
-
-    `fp8_jax_owg.apply_updates` makes the next state of them; `accumulate`, `pmean` and `psum` combine several
-    micro-batches and devices by MAX. Any other combination makes the next state NaN.
+    In the gradient, overwritten leaves hold what this call observed. `fp8_jax_owg.apply_updates` computes the next
+    state from it; `accumulate`, `pmean` and `psum` combine observations of micro-batches and devices by MAX. Any other
+    combination makes the next state NaN.
 
     Args:
-        fun: The loss, as for `jax.value_and_grad`. A loss that JAX cannot differentiate because of how it slices,
-            gathers or repeats shared leaves is traced and run equation by equation, which combines its uses as well.
-        argnums: Which arguments to differentiate.
+        fun: Loss, as for `jax.value_and_grad`. If JAX cannot differentiate it because it slices, gathers or repeats
+            shared leaves, `fun` is called a second time, traced, and run equation by equation, which combines these
+            uses by MAX as well.
+        argnums: Positions of the arguments to differentiate.
         has_aux: Whether `fun` returns (loss, anything).
 
     Returns:
         A function with the arguments of `fun` that returns (value, gradient). The gradient has the structure and the
-        shapes of the arguments (but an amax history of length 1 has two entries); overwritten leaves that were not
-        observed are 0 in it.
+        shapes of the arguments, except that an amax history of length 1 has two entries. Overwritten leaves that were
+        not observed are 0.
 
     Raises:
-        Fp8Error: An overwritten leaf is not float32, flax's own FP8 layers read state, or shared state enters a
-            `while_loop`.
+        Fp8Error: If an overwritten leaf is not float32, the loss computes with state, flax's own FP8 layers read state,
+            or shared state enters a `while_loop` or a `custom_jvp` function.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import fp8_jax_owg as owg
+        >>> def loss(variables, x):  # one layer that is called twice
+        ...     layer = lambda x: owg.fp8_einsum("bi,io->bo", x, variables["kernel"], meta=variables["fp8"])
+        ...     return layer(layer(x)).sum()
+        >>> variables = {"kernel": 2 * jnp.eye(16), "fp8": owg.init_meta()}
+        >>> value, gradients = owg.value_and_grad(loss)(variables, jnp.ones((4, 16)))
+        >>> float(value), float(gradients["fp8"]["input_amax_history"][0])  # inputs with amax 1 and 2
+        (256.0, 2.0)
     """
 
     @functools.wraps(fun)
@@ -64,37 +75,56 @@ def value_and_grad(
         attempt = functools.partial(_differentiate, fun, argnums, has_aux, args, kwargs)
         try:
             # If this fails, `fun` is called a second time below: its side effects, such as printing, happen twice.
-            return attempt(moves=False)
+            return attempt(interpreted=False)
         except Exception as error:
             if isinstance(error, Fp8Error) or not any(owg_flags((args, kwargs))):
                 raise
             refuse_layers_of_flax(error)
-            _log.info("moves of shared state are combined: %s", error)
-            failed = error
+            _log.info("JAX cannot differentiate the loss, which is now run equation by equation: %s", error)
+            first_error = error
         try:
-            return attempt(moves=True)
+            return attempt(interpreted=True)
         except Fp8Error:
             raise
-        except Exception as again:
-            # the second is JAX's type of an eager array
-            if any(word in str(one) for one in (failed, again) for word in (repr(fp8_state), "abstract method")):
-                raise Fp8Error(COMPUTES_WITH_STATE) from failed
-            failed.add_note(f"If this is about FP8 state: {COMPUTES_WITH_STATE}")
-            raise failed from None
+        except Exception as second_error:
+            # Eager arrays of an extended dtype raise "Cannot call abstract method".
+            words = repr(fp8_state), "abstract method"
+            if any(word in text for text in map(str, (first_error, second_error)) for word in words):
+                raise Fp8Error(COMPUTES_WITH_STATE) from first_error
+            first_error.add_note(f"If this is about FP8 state: {COMPUTES_WITH_STATE}")
+            raise first_error from None
 
     return run
 
 
 def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """Return a function for the gradient of `fun`; see `value_and_grad`.
+    """Return a function that computes the gradient of a loss.
 
-    With `has_aux` it returns (gradient, aux).
+    Arguments, errors and the gradient as for `value_and_grad`.
+
+    Args:
+        fun: Loss.
+        argnums: Positions of the arguments to differentiate.
+        has_aux: Whether `fun` returns (loss, anything).
+
+    Returns:
+        A function with the arguments of `fun` that returns the gradient, or (gradient, aux) with `has_aux`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import fp8_jax_owg as owg
+        >>> def loss(variables, x):
+        ...     return owg.fp8_einsum("bi,io->bo", x, variables["kernel"], meta=variables["fp8"]).sum()
+        >>> variables = {"kernel": jnp.eye(16), "fp8": owg.init_meta()}
+        >>> gradients = owg.grad(loss)(variables, 3 * jnp.ones((4, 16)))
+        >>> float(gradients["kernel"][0, 0]), float(gradients["fp8"]["input_amax_history"][0])
+        (12.0, 3.0)
     """
     return gradient_of(value_and_grad(fun, argnums, has_aux), has_aux)
 
 
 def gradient_of(both: Callable[..., tuple[Any, Any]], has_aux: bool) -> Callable[..., Any]:
-    """Return `both` without the value: gradient, or (gradient, aux)."""
+    """Return `both` without the value: the gradient, or (gradient, aux)."""
 
     @functools.wraps(both)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -111,11 +141,11 @@ def _differentiate(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    moves: bool,
+    interpreted: bool,
 ) -> tuple[Any, Any]:
-    asked = (argnums,) if isinstance(argnums, int) else argnums
-    # negative numbers count from the last argument; JAX raises if one is out of range
-    numbers = [number + len(args) if -len(args) <= number < 0 else number for number in asked]
+    positions = (argnums,) if isinstance(argnums, int) else argnums
+    # Negative numbers count from the last argument. Numbers that are out of range raise IndexError below.
+    numbers = [number + len(args) if -len(args) <= number < 0 else number for number in positions]
     differentiated = [args[number] for number in numbers]
     leaves, structure = jax.tree.flatten(differentiated)
     state = [i for i, flag in enumerate(owg_flags(differentiated)) if flag]
@@ -124,7 +154,7 @@ def _differentiate(
         leaves[i] = leaf
     stored_pairs = [place for place in find_pairs(differentiated) if is_at_rest(take(leaves, place))]
     pairs = [take(leaves, place) for place in stored_pairs]
-    # histories are constants of the loss, and the gradient of a pair is its live leaf's
+    # The loss sees histories as constants. The gradient of a pair is the gradient of its live leaf.
     constants = {place.history: leaves[place.history] for place in stored_pairs}
     shared = [i for i in state if i not in constants]
     entered = [None if i in constants else leaf for i, leaf in enumerate(leaves)]
@@ -142,7 +172,7 @@ def _differentiate(
         out = fun(*given, **kwargs)
         return (out[0], _at_rest(out[1])) if has_aux else out
 
-    loss = combining(with_state) if moves else with_state
+    loss = combining(with_state) if interpreted else with_state
 
     def both(values: list[Any]) -> tuple[Any, list[Any]]:
         value, gradients = jax.value_and_grad(loss, has_aux=has_aux)(values)
@@ -154,7 +184,7 @@ def _differentiate(
         return value, gradients
 
     if any(getattr(jax.config, flag) for flag in ("jax_debug_nans", "jax_debug_infs")):
-        # they read the results of eager operations, of our dtype too
+        # Both settings read the results of eager operations, which may have an extended dtype.
         flat, rebuild = arrays_alone(both)
         value, gradients = rebuild(jax.jit(flat)(entered))
     else:
@@ -166,7 +196,7 @@ def _differentiate(
 def _at_rest(aux: Any) -> Any:
     """Return a loss's auxiliary output with shared leaves as float32.
 
-    Live leaves become stored scales.
+    A live leaf becomes the stored scale [..., 1] of its pair.
     """
     leaves, structure = jax.tree.flatten(aux)
     if not any(map(is_shared, leaves)):
@@ -176,14 +206,15 @@ def _at_rest(aux: Any) -> Any:
 
 
 def _adopt_mapping(state: list[Any], others: Any) -> list[Any]:
-    """Return state that `vmap` maps like any other argument.
+    """Return state that `vmap` maps whenever it maps another argument.
 
-    `vmap(grad(loss))` over examples that start from one state needs a next state for each. Without this the state is
-    the same for all examples inside, as in `grad` of a `vmap`, where they share their next state.
+    `vmap(grad(loss))` over examples that start from the same state needs a next state for each example. Without this
+    function the state would not be mapped, and all examples would share one next state, as in `grad` of a `vmap`.
     """
     # Only traced values can be mapped.
     traced = [leaf for leaf in jax.tree.leaves(others) if isinstance(leaf, jax.core.Tracer)]
-    # JAX does not differentiate `custom_vmap`, and its error does not mention the gradient
+    # JAX does not differentiate `custom_vmap`, and its error does not mention the gradient: `first_order_only` raises a
+    # readable one.
     return _mapped_as(*first_order_only((state, traced))) if traced and state else state
 
 
@@ -199,16 +230,22 @@ def _(size: int, batched: Any, state: list[Any], others: list[Any]) -> tuple[lis
         x if is_mapped or not mapped else jnp.broadcast_to(x, (size, *x.shape))
         for x, is_mapped in zip(state, batched[0], strict=True)
     ]
-    # further levels of vmap map the remaining dimensions: one example of each
-    left = [jnp.moveaxis(x, 0, -1)[..., 0] if is_mapped else x for x, is_mapped in zip(others, batched[1], strict=True)]
+    # One example of each argument is enough for outer levels of vmap, which map the remaining dimensions.
+    rest = [jnp.moveaxis(x, 0, -1)[..., 0] if is_mapped else x for x, is_mapped in zip(others, batched[1], strict=True)]
     # Called again for an outer `vmap`, which may map other arguments.
-    return _mapped_as(each, left), [mapped] * len(each)
+    return _mapped_as(each, rest), [mapped] * len(each)
 
 
 def refuse_layers_of_flax(error: Exception) -> None:
-    """Raise if flax's or praxis's FP8 operations read live state.
+    """Raise a readable error if flax's FP8 operations read live state.
 
-    praxis calls the operations of flax.
+    praxis calls the operations of flax, too. Any other error is ignored.
+
+    Args:
+        error: Exception that the loss raised.
+
+    Raises:
+        Fp8Error: If `error` names the dtype of live state and comes from `flax.linen.fp8_ops`.
     """
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     if repr(fp8_state) in str(error) and any(f.f_globals.get("__name__") == "flax.linen.fp8_ops" for f in frames):

@@ -1,8 +1,8 @@
-"""optax for variables with state: bypass of overwritten leaves, and MultiSteps.
+"""Wrappers of optax that bypass overwritten leaves: `bypass_owg` and `MultiSteps`.
 
 Weight decay, moments, norms and factored statistics would all be wrong for a value that is replaced, and their state
-would waste memory. The wrappers bypass the optimizer for state: `updates` holds the observations and goes to
-`fp8_jax_owg.apply_updates`, not to `optax.apply_updates`, which adds.
+would waste memory. So the wrapped optimizer sees parameters alone. The updates of a wrapper hold the observations of
+state: pass them to `fp8_jax_owg.apply_updates`, not to `optax.apply_updates`, which adds.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,19 +29,18 @@ def bypass_owg(
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer of parameters that passes overwritten leaves unchanged.
 
-    `inner` trains the parameters.
-
-    Put it outermost: around chains with clipping, weight decay, masks and partitions. With overwritten
-    leaves and collections that are not trained, `inner` sees None.
+    Apply it outermost: around chains with clipping, weight decay, masks and partitions. `inner` sees None instead of
+    overwritten leaves and of collections that are not trained.
 
     Args:
-        inner: Any optax optimizer.
-        trained: Collections of Linen variables that are trained, such as `("params",)`; updates of other collections
-            are zero. None trains everything that is not overwritten.
+        inner: Any optax optimizer except `optax.MultiSteps`.
+        trained: Names of the collections of Linen variables that are trained, such as `("params",)`. Updates of other
+            collections are zero. None trains everything that is not overwritten.
 
     Raises:
-        Fp8Error: It is an `optax.MultiSteps`, between whose steps histories would roll. When it is initialized: the
-            variables hold other collections than `params`, such as batch statistics, and `trained` is None.
+        Fp8Error: If `inner` is an `optax.MultiSteps`, which would roll histories at every micro-batch. Initialization
+            raises if the variables hold other collections than `params`, such as batch statistics, and `trained` is
+            None.
     """
     if isinstance(inner, optax.MultiSteps):
         raise Fp8Error(
@@ -55,7 +54,7 @@ def bypass_owg(
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         parameters, overwritten, rest = _parts(updates, trained)
-        # optax allows params to be omitted for optimizers that do not read them: of None it is None
+        # optax permits None instead of params for optimizers that do not read them. The parts of None are None.
         changes, state = optimizer.update(parameters, state, _parts(params, trained)[0], **extra)
         return merge(merge(changes, overwritten), jax.tree.map(jnp.zeros_like, rest)), state
 
@@ -65,7 +64,7 @@ def bypass_owg(
 def _parts(tree: Any, trained: Sequence[str] | None) -> tuple[Any, Any, Any]:
     """Return trained, overwritten and other leaves as three trees.
 
-    Each has None elsewhere.
+    Each tree has None at the leaves of the others.
     """
     parameters, overwritten = split(tree)
     if not is_variables(tree):
@@ -83,10 +82,7 @@ def _parts(tree: Any, trained: Sequence[str] | None) -> tuple[Any, Any, Any]:
 
 
 def is_variables(tree: Any) -> bool:
-    """Return whether a tree is a Linen model's variables.
-
-    These are a dictionary of collections, `params` among them.
-    """
+    """Return whether a tree is a dictionary of collections with `params`."""
     return (isinstance(tree, dict) or hasattr(tree, "unfreeze")) and "params" in tree
 
 
@@ -95,7 +91,7 @@ class MultiStepsState(NamedTuple):
 
     Attributes:
         parameters: State of `optax.MultiSteps`.
-        overwritten: MAX of the observations since the last step; None at parameters.
+        overwritten: MAX of the observations since the last step of the optimizer; None at parameters.
     """
 
     parameters: optax.MultiStepsState
@@ -103,10 +99,11 @@ class MultiStepsState(NamedTuple):
 
 
 class MultiSteps:
-    """`optax.MultiSteps` for variables with overwritten leaves: parameters average, observations meet by MAX.
+    """`optax.MultiSteps` for variables with overwritten leaves.
 
-    Between two steps of the optimizer nothing counts as observed, so `fp8_jax_owg.apply_updates` keeps the state: a
-    history rolls once per step of the optimizer.
+    It averages the gradients of parameters, and combines observations by MAX. Between two steps of the optimizer its
+    updates hold no observations, so that `fp8_jax_owg.apply_updates` keeps the state: a history rolls once per step of
+    the optimizer.
     """
 
     def __init__(
@@ -119,11 +116,11 @@ class MultiSteps:
 
         Args:
             inner: Any optax optimizer, not wrapped in `bypass_owg`.
-            every_k_schedule: Number of micro-batches per step, or a function of the step that returns it.
+            every_k_schedule: Number of micro-batches per step, or a function of the step that returns this number.
             trained: As for `bypass_owg`.
 
         Raises:
-            Fp8Error: The number is below 1.
+            Fp8Error: If the number is below 1.
         """
         if isinstance(every_k_schedule, int) and every_k_schedule < 1:
             raise Fp8Error(f"every_k_schedule must be at least 1, got {every_k_schedule}.")
@@ -131,21 +128,21 @@ class MultiSteps:
         self.trained = trained
 
     def init(self, params: Any) -> MultiStepsState:
-        """Return the state for variables."""
+        """Return the initial state for variables."""
         parameters = _parts(params, self.trained)[0]
         return MultiStepsState(self._parameters.init(parameters), split(init_accumulator(params))[1])
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, MultiStepsState]:
-        """Return updates, zero unless a step is due, and next state."""
+        """Return the updates, zero unless a step is due, and the state."""
         parameters, overwritten, rest = _parts(updates, self.trained)
-        # optax divides floats by its integer counter
+        # Standard promotion, because optax divides floats by its integer counter.
         with jax.numpy_dtype_promotion("standard"):
             trained = _parts(params, self.trained)[0]
             changes, inner = self._parameters.update(parameters, state.parameters, trained, **extra)
         seen = jax.tree.map(cotangents.combine_max, state.overwritten, overwritten)
         due = self._parameters.has_updated(inner)
         nothing = jax.tree.map(jnp.zeros_like, seen)
-        # `due` is known only when the program runs: both are computed, and one is selected.
+        # `due` is known only when the program runs, so both cases are computed and one is selected.
         emitted, kept = where_step_valid(due, (seen, nothing), (nothing, seen))
         changes = merge(changes, jax.tree.map(jnp.zeros_like, rest))
         return merge(changes, emitted), MultiStepsState(inner, kept)
@@ -155,5 +152,5 @@ class MultiSteps:
         return jnp.asarray(self._parameters.has_updated(state.parameters))
 
     def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
-        """Return init and update as optax's train loops expect them."""
+        """Return `init` and `update` as an optax transformation."""
         return optax.GradientTransformationExtraArgs(self.init, self.update)

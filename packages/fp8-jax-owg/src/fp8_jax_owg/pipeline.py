@@ -1,12 +1,12 @@
 """Pipelines of stacked stages: vmap over stages, scan over time.
 
 Compilers turn `vmap` over a sharded stage axis into stages on separate devices, and the roll into a permutation between
-neighbors (Xu et al., GSPMD, arXiv:2105.04663, section 3.3). In a circular pipeline every stage holds several groups of
-layers, and a microbatch passes several times.
+neighbors (Xu et al., GSPMD, arXiv:2105.04663, section 3.3). In a circular pipeline each stage holds several groups of
+layers, and a microbatch passes all stages several times (rounds).
 
-At time t, stage s works on item w = t - s: microbatch w % M in round w // M. Without such an item - a bubble - the
-stage computes on a constant, and `gate` drops the results: observations, and gradients of parameters too, so that not
-even NaN leaves a bubble. Overwritten leaves are shared once, outside of the scan.
+At time t, stage s works on item w = t - s: microbatch w % P in round w // P, where P is `Schedule.period`. Without such
+an item, in a bubble, the stage computes on a constant. Observations of bubbles are dropped by `gate`, and so are their
+gradients of parameters, even if they are NaN. Overwritten leaves are shared once, outside of the scan.
 """
 
 import dataclasses
@@ -27,19 +27,19 @@ from fp8_jax_owg.state.pairs import owg_flags
 from fp8_jax_owg.state.share import gate, share, unshare
 
 BUBBLE = 0.0
-"""Inputs of stages without work."""
+"""Value of the inputs of stages without work."""
 Stage = Callable[..., Any]
-"""`stage(variables, activations, key, *broadcast)` returns activations of the same shapes."""
+"""Function `stage(variables, activations, key, *broadcast)` that returns activations of the same shapes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Schedule: the item of each stage at each time.
+    """Schedule of a pipeline: the item of each stage at each time.
 
     Attributes:
         stages: Number of stages.
         microbatches: Number of microbatches.
-        rounds: How often a microbatch goes through all stages.
+        rounds: Number of times that a microbatch passes all stages.
     """
 
     stages: int
@@ -47,7 +47,7 @@ class Schedule:
     rounds: int = 1
 
     def __post_init__(self) -> None:
-        """Raise for numbers below 1."""
+        """Validate the fields."""
         for name in ("stages", "microbatches", "rounds"):
             number = getattr(self, name)
             if type(number) is not int or number < 1:
@@ -55,7 +55,7 @@ class Schedule:
 
     @property
     def period(self) -> int:
-        """Time between rounds of a microbatch, at least the stage count."""
+        """Time between rounds of a microbatch; with one round, the microbatch count."""
         return self.microbatches if self.rounds == 1 else max(self.microbatches, self.stages)
 
     @property
@@ -64,7 +64,14 @@ class Schedule:
         return self.period * self.rounds + self.stages - 1
 
     def work(self, time: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return each stage's activity, round and item number; all [stages]."""
+        """Return whether each stage has work, its round, and its item.
+
+        Args:
+            time: Integer scalar.
+
+        Returns:
+            Three arrays [stages]: booleans, rounds from 0 to `rounds - 1`, and item numbers.
+        """
         item = time - jnp.arange(self.stages)
         in_time = (item >= 0) & (item < self.period * self.rounds)
         valid = in_time & (item % self.period < self.microbatches)
@@ -76,10 +83,10 @@ class PipelineOptions:
     """Settings of the stages' execution.
 
     Attributes:
-        remat: Recompute a stage's activations in the backward.
-        policy: What to keep nevertheless, one of `jax.checkpoint_policies`; implies `remat`.
-        stage_axis: Mesh axis that stages are sharded over; None leaves it to the compiler.
-        bf16_accum_in_fp32: Add the gradients of bfloat16 parameters over microbatches in float32.
+        remat: Whether to recompute activations of stages in the backward.
+        policy: Values to save nevertheless, one of `jax.checkpoint_policies`; implies `remat`.
+        stage_axis: Mesh axis over which stages are sharded; None leaves it to the compiler.
+        bf16_accum_in_fp32: Whether to add the gradients of bfloat16 parameters over microbatches in float32.
     """
 
     remat: bool = False
@@ -100,16 +107,19 @@ class Batch(NamedTuple):
     is_split: bool
 
     def split(self, tree: Any, what: str) -> Any:
-        """Return a tree with leaves [microbatches, ...].
+        """Divide inputs into microbatches.
 
-        Of [batch, ...], microbatch m has the rows m, m + number, ...
+        If the inputs are a batch, microbatch m has the rows m, m + microbatches, m + 2 * microbatches and so on.
 
         Args:
-            tree: Inputs.
+            tree: Inputs, leaves [batch, ...], or [microbatches, ...] if `is_split`.
             what: Name of the inputs in errors.
 
+        Returns:
+            A tree with leaves [microbatches, rows, ...]; `tree` itself if `is_split`.
+
         Raises:
-            Fp8Error: Leaves have another leading length, or a batch that does not divide into this number.
+            Fp8Error: If leaves have another leading length, or a batch does not divide into this number.
         """
         if self.is_split:
             _check_leading(tree, (self.microbatches,), what, "[microbatches, ...]")
@@ -120,24 +130,26 @@ class Batch(NamedTuple):
                     f"{what} of this pipeline must have shapes [batch, ...] with a batch that divides into "
                     f"{self.microbatches} microbatches, got {jnp.shape(leaf)}."
                 )
-        # Rows of a microbatch are strided, because a sharded batch would otherwise shard the number of microbatches.
+        # Rows of a microbatch are strided: otherwise a sharded batch would shard the axis of microbatches.
         return jax.tree.map(lambda x: x.reshape(-1, self.microbatches, *x.shape[1:]).swapaxes(0, 1), tree)
 
     def join(self, tree: Any) -> Any:
-        """Undo `split` of results."""
+        """Return results in the shape of the inputs: undo `split`."""
         return tree if self.is_split else jax.tree.map(lambda y: y.swapaxes(0, 1).reshape(-1, *y.shape[2:]), tree)
 
 
 def batch_of(x: Any, microbatches: int | None, size: int | None) -> Batch:
-    """Return how inputs are divided.
+    """Return the division of a pipeline's inputs.
+
+    Without `microbatches` and `size`, inputs are divided already.
 
     Args:
         x: Activations.
         microbatches: Number of microbatches. Inputs of another leading length are batches.
-        size: Rows of a microbatch: inputs are batches. With neither, inputs are divided already.
+        size: Rows of a microbatch; inputs are batches.
 
     Raises:
-        Fp8Error: There are no activations, or the numbers do not fit the batch.
+        Fp8Error: If there are no activations, or the numbers do not divide the batch.
     """
     shapes = list(map(jnp.shape, jax.tree.leaves(x)))
     if not shapes or not shapes[0]:
@@ -155,18 +167,21 @@ def batch_of(x: Any, microbatches: int | None, size: int | None) -> Batch:
 
 
 def divide(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Return broadcast arrays with a leading axis, and a setter.
+    """Split off the arrays of broadcast inputs that have a leading axis.
 
-    Python values and scalars are the same for all microbatches, and need not be arrays.
+    Scalars and Python values are the same for all microbatches, and need not be arrays.
+
+    Returns:
+        The arrays, and a function that returns `tree` with other arrays instead.
     """
     leaves, structure = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if getattr(leaf, "ndim", 0) > 0]
 
-    def put(arrays: Sequence[Any]) -> Any:
-        given = dict(zip(places, arrays, strict=True))
-        return structure.unflatten([given.get(i, leaf) for i, leaf in enumerate(leaves)])
+    def rebuild(arrays: Sequence[Any]) -> Any:
+        replaced = dict(zip(places, arrays, strict=True))
+        return structure.unflatten([replaced.get(i, leaf) for i, leaf in enumerate(leaves)])
 
-    return [leaves[i] for i in places], put
+    return [leaves[i] for i in places], rebuild
 
 
 def pipeline(
@@ -184,21 +199,22 @@ def pipeline(
 
     Args:
         stage: Function of one stage.
-        variables: Tree with leaves [stages, ...], or [rounds, stages, ...] for several rounds. Overwritten leaves are
-            marked, or shared already.
+        variables: Tree with leaves [stages, ...], or [rounds, stages, ...] for several rounds. State is recognized as
+            in `value_and_grad`, or shared already.
         x: Tree of activations, leaves [microbatches, ...].
-        schedule: The numbers.
-        options: How stages run.
-        key: For stages that need random numbers; each microbatch and round of a stage gets a separate key.
-        broadcast: Further inputs of every stage, leaves [microbatches, ...]; a stage gets its microbatch's.
+        schedule: Numbers of stages, microbatches and rounds.
+        options: Settings of the execution.
+        key: Random key, for stages that need random numbers. Each stage, microbatch and round gets a separate key.
+        broadcast: Further inputs of every stage, leaves [microbatches, ...]. A stage gets the part of its microbatch.
         sows: Whether stages return (activations, anything).
 
     Returns:
         Outputs of the last stage in the last round, leaves [microbatches, ...]. With `sows` also the other outputs of
-        every stage for every microbatch, leaves [stages, microbatches, ...] or [rounds, stages, microbatches, ...].
+        each stage for each microbatch, leaves [stages, microbatches, ...] or [rounds, stages, microbatches, ...].
 
     Raises:
-        Fp8Error: A leaf of `x` or `variables` has another leading length.
+        Fp8Error: If a leaf of `x` or `variables` has another leading length, or a stage returns other shapes or dtypes.
+        Fp8UnsupportedError: If an array is sharded over an explicit mesh axis.
     """
     options = options or PipelineOptions()
     _check_leading(x, (schedule.microbatches,), "Activations", "[microbatches, ...]")
@@ -207,13 +223,13 @@ def pipeline(
     refuse_explicit_axes("A pipeline", (x, variables, broadcast))
     leaves, structure = jax.tree.flatten(variables)
     flags = [flag or is_shared(x) for flag, x in zip(owg_flags(variables), leaves, strict=True)]
-    # shared with its names, which identify pairs; None at parameters
+    # State is shared in a tree with its names, which identify pairs, and with None at parameters.
     named = structure.unflatten([leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)])
     state = jax.tree.leaves(share(named))
     parameters = [leaf for leaf, flag in zip(leaves, flags, strict=True) if not flag]
     dtypes = [jnp.result_type(p) for p in parameters]
     if options.bf16_accum_in_fp32:
-        # Stages cast back, so the loop adds up gradients of float32.
+        # Stages cast the parameters back, so that the loop adds up float32 gradients.
         parameters = [p.astype(jnp.float32) if jnp.result_type(p) == jnp.bfloat16 else p for p in parameters]
     run = _vmapped_stage(stage, structure, flags, [is_shared(x) and x.dtype for x in state], dtypes, options)
 
@@ -239,24 +255,24 @@ def pipeline(
     empty = _zeros(x, schedule.stages)
     stored = None if schedule.rounds == 1 else _zeros(x, schedule.period)
     _, (ys, sown) = lax.scan(iteration, (empty, stored), jnp.arange(schedule.iterations))
-    # Before that, the last stage returned bubbles and earlier rounds.
+    # Earlier outputs of the last stage belong to bubbles and earlier rounds.
     start = schedule.period * (schedule.rounds - 1) + schedule.stages - 1
     y = jax.tree.map(lambda y: y[start : start + schedule.microbatches], ys)
     return (y, jax.tree.map(functools.partial(_of_items, schedule=schedule), sown)) if sows else y
 
 
 def refuse_changes(before: set[int], after: Any) -> None:
-    """Raise if a stage changed its variables, compared by identity.
+    """Raise if a stage changed its variables.
 
     Args:
-        before: Identities of the stage's variables while it is traced.
-        after: The variables that it has left, or some of them.
+        before: Identities (`id`) of the stage's variables before its call.
+        after: Variables after the call, or some of them.
 
     Raises:
-        Fp8UnsupportedError: One has changed, or is new.
+        Fp8UnsupportedError: If a variable is another object or new.
     """
-    left = jax.tree_util.tree_leaves_with_path(after)
-    if changed := [jax.tree_util.keystr(path) for path, leaf in left if id(leaf) not in before]:
+    leaves = jax.tree_util.tree_leaves_with_path(after)
+    if changed := [jax.tree_util.keystr(path) for path, leaf in leaves if id(leaf) not in before]:
         raise Fp8UnsupportedError(
             f"A pipeline does not keep variables that its stages change or sow, here {', '.join(changed)}. Move the "
             "layer out of the stage, use a stateless one (LayerNorm), make it deterministic, or leave mutable= out of "
@@ -272,20 +288,22 @@ def _vmapped_stage(
     dtypes: list[Any],
     options: PipelineOptions,
 ) -> Callable[..., Any]:
-    def one(state: list[Any], parameters: list[Any], h: Any, valid: jax.Array, key: Any, each: Sequence[Any]) -> Any:
-        # shared again in each stage, which may use a state more than once
+    """Return a function that runs all stages once, on leaves [stages, ...]."""
+
+    def run(state: list[Any], parameters: list[Any], h: Any, valid: jax.Array, key: Any, each: Sequence[Any]) -> Any:
+        # State is shared again in each stage, which may use it more than once.
         local_state = [
             share_leaf(gate(x, valid), dtype) if dtype else x for x, dtype in zip(state, shared, strict=True)
         ]
-        narrow = [_gate_parameter(p, valid).astype(dtype) for p, dtype in zip(parameters, dtypes, strict=True)]
-        values = iter(local_state), iter(narrow)
+        gated = [_gate_parameter(p, valid).astype(dtype) for p, dtype in zip(parameters, dtypes, strict=True)]
+        values = iter(local_state), iter(gated)
         variables = structure.unflatten([next(values[not flag]) for flag in flags])
         return stage(variables, h, key, *jax.tree.map(lambda leaf: _gate_parameter(leaf, valid), each))
 
     if options.remat or options.policy is not None:
-        # The loop keeps XLA from merging the recomputation with the forward; barriers would only cost.
-        one = jax.checkpoint(one, policy=options.policy, prevent_cse=False)
-    return jax.vmap(one, spmd_axis_name=options.stage_axis)
+        # The loop already keeps XLA from merging the recomputation with the forward, so barriers would only cost.
+        run = jax.checkpoint(run, policy=options.policy, prevent_cse=False)
+    return jax.vmap(run, spmd_axis_name=options.stage_axis)
 
 
 def _zeros(x: Any, length: int) -> Any:
@@ -293,7 +311,7 @@ def _zeros(x: Any, length: int) -> Any:
 
 
 def _keys(key: jax.Array | None, items: jax.Array) -> jax.Array | None:
-    """Return one key for each stage and item."""
+    """Return one key for each stage, which depends on its item."""
     if key is None:
         return None
     stages = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(items.size))
@@ -302,11 +320,12 @@ def _keys(key: jax.Array | None, items: jax.Array) -> jax.Array | None:
 
 
 def _first(x: Any, stored: Any, time: jax.Array, schedule: Schedule) -> Any:
-    """Return the first stage's input: a microbatch, or a returning result.
+    """Return the first stage's input.
 
-    Results return from the last stage in later rounds.
+    In the first round this is a microbatch, in later rounds a stored result of the last stage.
     """
-    # A period may exceed the number of microbatches: the input is no item then, and `_fill` replaces it.
+    # A period may exceed the number of microbatches. After the last microbatch there is no item, and `_fill` replaces
+    # this input.
     index = jnp.minimum(time % schedule.period, schedule.microbatches - 1)
     fresh = jax.tree.map(lambda h: lax.dynamic_index_in_dim(h, index, 0, keepdims=False), x)
     if stored is None:
@@ -322,16 +341,16 @@ def _store(stored: Any, last: Any, time: jax.Array, schedule: Schedule) -> Any:
     """
     if stored is None:
         return None
-    # The last stage's current output is item time - (stages - 1), which entered at that time. One period later `_first`
-    # reads it at the same place.
+    # The current output of the last stage is item time - (stages - 1), which entered the first stage at that time. One
+    # period after it entered, `_first` reads it at the same place.
     place = (time - (schedule.stages - 1)) % schedule.period
     return jax.tree.map(lambda s, h: lax.dynamic_update_index_in_dim(s, h, place, 0), stored, last)
 
 
 def _choose(leaf: jax.Array, rounds: jax.Array, schedule: Schedule) -> jax.Array:
-    """Return the stages' variables in this round.
+    """Select the variables of each stage's round.
 
-    [rounds, stages, ...] -> [stages, ...].
+    A leaf [rounds, stages, ...] becomes [stages, ...]; with one round, leaves have no axis of rounds.
     """
     if schedule.rounds == 1:
         return leaf
@@ -339,17 +358,18 @@ def _choose(leaf: jax.Array, rounds: jax.Array, schedule: Schedule) -> jax.Array
 
 
 def _at(leaf: jax.Array, *, numbers: jax.Array) -> jax.Array:
-    """Return the stages' microbatches of a broadcast input.
+    """Select the microbatch of each stage from a broadcast input.
 
-    [microbatches, ...] -> [stages, ...].
+    A leaf [microbatches, ...] becomes [stages, ...].
     """
     return jax.vmap(lambda i: lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False))(numbers)
 
 
 def _of_items(leaf: jax.Array, *, schedule: Schedule) -> jax.Array:
-    """Return stage outputs for items, without bubbles.
+    """Select the outputs of stages for items, without bubbles.
 
-    [iterations, stages, ...] -> [rounds, stages, ...].
+    A leaf [iterations, stages, ...] becomes [rounds, stages, microbatches, ...], or [stages, microbatches, ...] with
+    one round.
     """
     rounds, stages, numbers = np.ogrid[: schedule.rounds, : schedule.stages, : schedule.microbatches]
     results = leaf[rounds * schedule.period + numbers + stages, stages]
@@ -392,6 +412,6 @@ def _check_leading(tree: Any, lead: tuple[int, ...], what: str, shape: str) -> N
 
 
 def _gate_parameter(x: jax.Array, valid: jax.Array) -> jax.Array:
-    """Return `x`, whose gradient is zero where `valid` is false."""
-    # selected, because 0 * NaN is NaN
+    """Return `x`, with a zero gradient if `valid` is false."""
+    # Selected, not multiplied by 0, because 0 * NaN is NaN.
     return jnp.where(valid, x, lax.stop_gradient(x))

@@ -1,4 +1,4 @@
-"""`report`: table of delayed-scaling state, with signs of wrong SUMs."""
+"""`report`: table of delayed-scaling state that detects observations combined by SUM."""
 
 import dataclasses
 import logging
@@ -13,27 +13,28 @@ from fp8_common.formats import get_format
 from fp8_jax_owg.state.pairs import HISTORY, Pair, find_pairs, names_of, take
 
 ENCODED_ZERO = 2.0**-125
-"""Above the magnitude of an encoded zero or subnormal."""
+"""A bound above the magnitudes of encoded zeros and subnormals."""
 SHOWN = 5
-"""How many layers that are left out the log line names."""
+"""Largest number of unconverted layers that the log line names."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TensorReport:
     """Delayed-scaling state of one tensor of one matmul.
 
-    Of one stage or expert, if states are stacked.
+    Stacked states (of stages, experts or scanned layers) have one report each.
 
     Attributes:
         name: Place in the tree, with the index of stacked states.
         scale: Dequantization scale of the last step.
-        amax: The newest amax.
-        history_max: The greatest amax of the history.
-        headroom: How many powers of two the newest amax may grow before it exceeds the greatest value of the format.
-        saturated: Whether the last step clipped values by more than rounding moves values of this size.
+        amax: Newest amax.
+        history_max: Largest amax of the history.
+        headroom: Powers of two by which the newest amax may grow before it exceeds the largest value of the format with
+            this scale; negative if it does.
+        saturated: Whether the last step clipped values by more than rounding changes values of this size.
         observed: Whether anything was ever recorded.
-        stale: Whether nothing was recorded since `previous`; None without it.
-        suspicion: The problem found; empty if none.
+        stale: Whether nothing was recorded since `previous`; None without `previous`.
+        suspicion: Problem of the state; empty if there is none.
     """
 
     name: str
@@ -49,13 +50,17 @@ class TensorReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OwgReport:
-    """The state of a model; `str()` makes a table."""
+    """Delayed-scaling state of a model; `str()` returns a table.
+
+    Attributes:
+        tensors: State of each tensor.
+    """
 
     tensors: tuple[TensorReport, ...]
 
     @property
     def suspicious(self) -> tuple[TensorReport, ...]:
-        """The tensors that look wrong."""
+        """Tensors whose state has a problem."""
         return tuple(tensor for tensor in self.tensors if tensor.suspicion)
 
     def __str__(self) -> str:
@@ -72,30 +77,45 @@ def report(variables: Any, previous: Any = None) -> OwgReport:
     """Describe every scale and amax history of a tree.
 
     Args:
-        variables: Variables, a state of NNX, or any tree with leaves `<tensor>_scale` and `<tensor>_amax_history`.
-        previous: The same before the last step; with it, staleness is known, and a SUM under plain `jax.grad`.
+        variables: Variables, a state of NNX, or any other tree with leaves `<tensor>_scale` and
+            `<tensor>_amax_history`, outside of traced functions.
+        previous: The same tree before the last step. It is necessary to detect stale tensors, and histories that plain
+            `jax.grad` has combined by SUM.
 
     Returns:
         One entry per tensor, in the order of the tree.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import fp8_jax_owg as owg
+        >>> state = {"dense": {"input_scale": jnp.full(1, 2 / 448), "input_amax_history": jnp.ones(4)}}
+        >>> (tensor,) = owg.report(state).tensors
+        >>> tensor.name, tensor.amax, round(tensor.headroom, 3), tensor.suspicion
+        ('dense/input', 1.0, 1.0, '')
+        >>> state["dense"]["input_amax_history"] *= jnp.nan
+        >>> [tensor.name for tensor in owg.report(state).suspicious]
+        ['dense/input']
     """
     before = {} if previous is None else dict(_pairs(previous))
     entries = (_entry(name, pair, before.get(name)) for name, pair in _pairs(variables))
     return OwgReport(tensors=tuple(entries))
 
 
-def log_conversion(logger: logging.Logger, decided: Mapping[str, str]) -> None:
-    """Log the converted layers, as a warning to be visible.
+def log_conversion(logger: logging.Logger, reasons: Mapping[str, str]) -> None:
+    """Log the converted layers, on the first process.
+
+    The level is WARNING, which Python shows by default.
 
     Args:
-        logger: Of the module that converts.
-        decided: For each layer, by its name, why it is left out; empty if it is converted.
+        logger: Logger of the module that converts.
+        reasons: For each layer, by its name, why it is left out; empty if it is converted.
     """
     if jax.process_index() != 0:
         return
-    left = [f"{name} ({why})" for name, why in decided.items() if why]
-    shown = ", ".join(left[:SHOWN]) + f" and {len(left) - SHOWN} more" * (len(left) > SHOWN)
-    rest = f"Left out: {shown}." if left else "No layer was left out."
-    logger.warning("FP8: converted %d of %d layers. %s", len(decided) - len(left), len(decided), rest)
+    left_out = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
+    shown = ", ".join(left_out[:SHOWN]) + f" and {len(left_out) - SHOWN} more" * (len(left_out) > SHOWN)
+    rest = f"Left out: {shown}." if left_out else "No layer was left out."
+    logger.warning("FP8: converted %d of %d layers. %s", len(reasons) - len(left_out), len(reasons), rest)
 
 
 def _pairs(tree: Any) -> Iterator[tuple[str, Pair]]:
@@ -111,12 +131,12 @@ def _pairs(tree: Any) -> Iterator[tuple[str, Pair]]:
 def _entry(name: str, pair: Pair, before: Pair | None) -> TensorReport:
     scale, history = float(pair.scale.reshape(-1)[0]), pair.history
     amax, history_max = float(history[0]), float(history.max())
-    # `scale` goes back from FP8, so the largest value of the format times it is the largest magnitude that fits.
+    # `scale` dequantizes, so the largest value of the format times `scale` is the largest magnitude that fits.
     fmt = get_format("e5m2" if "output_grad" in name.rsplit("/", 1)[-1] else "e4m3")
     limit = fmt.max * scale
     headroom = math.log2(limit / amax) if amax > 0 and 0 < limit < math.inf and math.isfinite(amax) else math.inf
-    # A trained kernel outgrows the scale of the step before by a little in each step. Up to half a step of the format
-    # above its greatest value, rounding to nearest would give this value too: nothing is lost.
+    # A trained kernel outgrows the scale of the previous step by a little in each step. Values up to half a step of the
+    # format above its largest value would be rounded to that value without saturation, too: nothing is lost.
     half_step = 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
     return TensorReport(
         name=name,
@@ -133,7 +153,7 @@ def _entry(name: str, pair: Pair, before: Pair | None) -> TensorReport:
 
 def _suspicion(pair: Pair, before: Pair | None) -> str:
     scale, history = pair
-    # only the first matching problem is reported
+    # Only the first matching problem is reported.
     if not (np.isfinite(history).all() and np.isfinite(scale).all()):
         return (
             "not finite: what uses, micro-batches or devices observed was added up, averaged, scaled or clipped "
@@ -142,7 +162,7 @@ def _suspicion(pair: Pair, before: Pair | None) -> str:
         )
     if (scale < 0).any():
         return "gradients were put in the place of the state: make the next state with apply_updates or next_state"
-    # plain `jax.grad` leaves encoded zeros, slightly below zero
+    # Plain `jax.grad` leaves encoded zeros, which are slightly below zero.
     if (history <= -ENCODED_ZERO).any():
         return "a negative amax, which no step records: an optimizer, an average or a SUM has changed it"
     if not (scale > 0).all():
@@ -151,13 +171,13 @@ def _suspicion(pair: Pair, before: Pair | None) -> str:
 
 
 def _compare(history: np.ndarray, before: np.ndarray) -> str:
-    """Judge by the slots that a roll only moves."""
-    # Under MAX the older slots are the previous step's, shifted by one.
+    """Describe a difference in the history slots that a step only shifts."""
+    # Under MAX the older slots are those of the previous step, shifted by one.
     rolled = np.roll(before, -1)
     if (history[1:] == rolled[1:]).all() or (history == before).all() or not rolled[1:].any():
         return ""
     with np.errstate(all="ignore"):
-        # Rounded, because sums of equal float32 numbers, divided again, may miss the number of uses in the last bits.
+        # Rounded, because a sum of equal float32 numbers, divided by one of them, may miss their count by a last bit.
         factors = np.unique((history[1:] / rolled[1:])[rolled[1:] > 0].round(3))
     times = f"{factors[0]:g} times" if factors.size == 1 else "not"
     return f"older amax are {times} what they were: gradients were combined by SUM instead of MAX, or rolled twice"

@@ -1,4 +1,4 @@
-"""`DelayedScaling` and `CurrentScaling`: scaling settings, also from recipes."""
+"""`DelayedScaling` and `CurrentScaling`: rules for scales, also from recipes."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -17,16 +17,16 @@ from fp8_common.rules import Rule, Rules
 Fp8Format = Literal["HYBRID", "E4M3", "HYBRID_FNUZ", "E4M3_FNUZ"]
 Granularity = Literal["tensor", "row"]
 KernelGradient = Literal["float32", "kernel"]
-Tensor = Literal["input", "kernel", "output_grad"]
-TENSORS: tuple[Tensor, ...] = ("input", "kernel", "output_grad")
-"""The tensors of one matmul that are cast."""
+TensorName = Literal["input", "kernel", "output_grad"]
+TENSORS: tuple[TensorName, ...] = ("input", "kernel", "output_grad")
+"""Names of the tensors of one matmul that are cast."""
 FORMATS: dict[Fp8Format, tuple[Format, Format]] = {
     "HYBRID": (E4M3, E5M2),
     "E4M3": (E4M3, E4M3),
     "HYBRID_FNUZ": (E4M3FNUZ, E5M2FNUZ),
     "E4M3_FNUZ": (E4M3FNUZ, E4M3FNUZ),
 }
-"""The forward format and the output gradients' format."""
+"""Format of inputs and kernels, and format of output gradients."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -34,11 +34,11 @@ class Scaling(Record):
     """Common fields of `DelayedScaling` and `CurrentScaling`.
 
     Attributes:
-        fp8_format: "HYBRID" takes E4M3 forward and E5M2 for gradients, "E4M3" takes E4M3 for all; "HYBRID_FNUZ" and
-            "E4M3_FNUZ" take the formats of AMD MI300.
-        kernel_gradient: Dtype of the matmul for a kernel's gradient, before its scale is applied: XLA sums the parts of
-            several devices in it. "kernel" is bfloat16 for a bfloat16 kernel, as in flax and bfloat16 training; other
-            kernels keep "float32", which doubles the bytes that are reduced and rounds once less.
+        fp8_format: Formats. "HYBRID" is E4M3 forward and E5M2 for output gradients, "E4M3" is E4M3 for all tensors.
+            "HYBRID_FNUZ" and "E4M3_FNUZ" are the formats of AMD MI300.
+        kernel_gradient: dtype of the matmul for the gradient of a kernel, before it is scaled. XLA sums the parts of
+            several devices in this dtype. "kernel" is bfloat16 for bfloat16 kernels, as in flax, and float32 for
+            others. "float32" doubles the reduced bytes of bfloat16 kernels, and rounds once less.
     """
 
     fp8_format: Fp8Format = "HYBRID"
@@ -47,43 +47,62 @@ class Scaling(Record):
     def __post_init__(self) -> None:
         """Validate the fields."""
         self.check_choices()
-        _ = self.policy  # which checks the margin
+        _ = self.policy  # building the policy validates the margin
 
     @property
     def policy(self) -> ScalePolicy:
-        """The scale policy: 1.0 for amax of zero, infinity or NaN."""
+        """Scale policy of `fp8_common`."""
         return CANONICAL
 
     @property
     def by_row(self) -> bool:
-        """True if tensors have a scale for each row."""
+        """True if operands have one scale per row."""
         return isinstance(self, CurrentScaling) and self.granularity == "row"
 
-    def format_of(self, tensor: Tensor) -> Format:
+    def format_of(self, tensor: TensorName) -> Format:
         """Return the format that a tensor is cast to."""
         return FORMATS[self.fp8_format][tensor == "output_grad"]
 
     def gradient_dtype(self, kernel: np.dtype) -> np.dtype:
-        """Return the dtype of an unscaled kernel gradient, reduced over devices."""
-        # Of 16-bit formats bfloat16 alone: sums of codes overflow float16.
+        """Return the dtype of the unscaled gradient of a kernel.
+
+        Args:
+            kernel: dtype of the kernel.
+        """
+        # bfloat16 is the only 16-bit dtype here, because sums of codes overflow float16.
         half = self.kernel_gradient == "kernel" and kernel == jnp.bfloat16
         return np.dtype(jnp.bfloat16 if half else np.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class DelayedScaling(Scaling):
-    """Scales from the amax of earlier steps.
+    """Delayed scaling: scales come from the amax of earlier steps.
 
-    Each matmul needs the leaves of `init_meta`.
+    Each matmul needs the leaves of `init_meta`. While the reduced history is zero, the previous scale is kept, 1 at
+    first. An infinite or NaN amax is not recorded.
 
     Attributes:
-        amax_history_length: How many observations the history holds, at least 1.
-        margin: The scale aims at `max * 2^-margin` of the format; an integer from -16 to 16.
+        amax_history_length: Number of observations in the history, at least 1.
+        margin: Headroom in powers of two: the scale maps amax to `max * 2^-margin` of the format. An integer from -16
+            to 16.
         amax_compute_algo: Reduction of the history: its maximum ("max") or its newest entry ("most_recent").
-        fp8_format: "HYBRID" takes E4M3 forward and E5M2 for gradients, "E4M3" takes E4M3 for all; "HYBRID_FNUZ" and
-            "E4M3_FNUZ" take the formats of AMD MI300.
-        kernel_gradient: "kernel" computes the gradient of a bfloat16 kernel in bfloat16, in which devices add their
-            parts, as flax does; "float32", and other kernels, in float32: twice the bytes, and one rounding less.
+        fp8_format: Formats. "HYBRID" is E4M3 forward and E5M2 for output gradients, "E4M3" is E4M3 for all tensors.
+            "HYBRID_FNUZ" and "E4M3_FNUZ" are the formats of AMD MI300.
+        kernel_gradient: dtype of the matmul for the gradient of a kernel, before it is scaled. XLA sums the parts of
+            several devices in this dtype. "kernel" is bfloat16 for bfloat16 kernels, as in flax, and float32 for
+            others. "float32" doubles the reduced bytes of bfloat16 kernels, and rounds once less.
+
+    Raises:
+        Fp8Error: If a field has an unsupported value.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import fp8_jax_owg as owg
+        >>> scaling = owg.DelayedScaling(amax_history_length=16, amax_compute_algo="most_recent")
+        >>> meta = owg.init_meta(scaling)
+        >>> y = owg.fp8_einsum("bi,io->bo", jnp.ones((4, 16)), jnp.ones((16, 8)), meta=meta, scaling=scaling)
+        >>> float(y[0, 0])
+        16.0
     """
 
     amax_history_length: int = 1024
@@ -98,21 +117,35 @@ class DelayedScaling(Scaling):
 
     @property
     def policy(self) -> ScalePolicy:
-        """The scale rule of `fp8_common` with these settings."""
+        """Scale policy of `fp8_common` with these settings."""
         length, algo = self.amax_history_length, self.amax_compute_algo
         return dataclasses.replace(CANONICAL, margin=self.margin, history=length, algo=algo)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class CurrentScaling(Scaling):
-    """Scales that come from the tensor itself; needs no state.
+    """Current scaling: scales come from the amax of the tensor itself.
+
+    It needs no state. The scale is 1 for an amax of zero, infinity or NaN.
 
     Attributes:
-        granularity: One scale per tensor, or one per "row": per slice along the dimensions that a matmul sums
-            over. Rows keep the operands in their own precision for the backward pass, where the rows are others.
-        power_of_2: Round scales down to powers of two.
+        granularity: "tensor" for one scale per tensor, or "row" for one scale per slice along the dimensions that a
+            matmul sums over. The backward sums over other dimensions, so "row" saves the operands in their own
+            precision, or their codes for the backward, if GPU kernels make both at once.
+        power_of_2: Whether to round scales down to powers of two.
         fp8_format: As in `DelayedScaling`.
         kernel_gradient: As in `DelayedScaling`.
+
+    Raises:
+        Fp8Error: If a field has an unsupported value.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import fp8_jax_owg as owg
+        >>> scaling = owg.CurrentScaling(granularity="row", power_of_2=True)
+        >>> y = owg.fp8_einsum("bi,io->bo", jnp.ones((4, 16)), jnp.ones((16, 8)), scaling=scaling)
+        >>> float(y[0, 0])
+        16.0
     """
 
     granularity: Granularity = "tensor"
@@ -120,49 +153,49 @@ class CurrentScaling(Scaling):
 
     @property
     def policy(self) -> ScalePolicy:
-        """The scale policy: 1.0 for amax of zero, infinity or NaN."""
+        """Scale policy of `fp8_common` with these settings."""
         return POWER_OF_2 if self.power_of_2 else CANONICAL
 
 
 ScalingChoice = Scaling | Recipe | str | Mapping[str, Any]
-"""Types of every `scaling` argument: a scaling, a recipe, its name, or a recipe as `Recipe.to_dict` writes it."""
+"""Type of `scaling` arguments: a scaling, a recipe, its name, or its dictionary from `Recipe.to_dict`."""
 RulesOrFilter = Rules | Iterable[str | Rule] | Callable[[Any, str], bool]
-"""Which layers of a model are converted: rules by their names, or a function `(layer, name) -> bool`."""
+"""Type of `rules` arguments, which select layers: rules for names, or a function `(layer, name) -> bool`."""
 OPERANDS: dict[Literal["output", "grad_input", "grad_weight"], tuple[str, str]] = {
     "output": ("input", "weight"),
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("input", "grad_output"),
 }
-"""The operands of the three matmuls of a layer, as `Recipe.operands` returns them."""
+"""Names of the operands of a layer's three matmuls, in the order of `Recipe.operands`."""
 
 
 def as_scaling(choice: ScalingChoice) -> Scaling:
     """Return the scaling of a recipe; a scaling is returned unchanged.
 
     Raises:
-        Fp8Error: No recipe has this name, the dictionary describes none, or the layers of this package do not support
-            one of its fields; the message names the field.
+        Fp8Error: If the name or the dictionary describes no recipe, or the layers of this package do not support a
+            field of the recipe. The message names the field.
     """
     if isinstance(choice, Scaling):
         return choice
     recipe = get_recipe(choice)
     scaling = _nearest(recipe)
-    honoured = recipe_of(scaling)
+    supported = recipe_of(scaling)
     for matmul, names in OPERANDS.items():
-        for name, *casts in zip(names, recipe.operands(matmul), honoured.operands(matmul), strict=True):
-            wanted, had = map(_fields, casts)
-            if field := next((field for field in wanted if wanted[field] != had[field]), None):
+        for name, *casts in zip(names, recipe.operands(matmul), supported.operands(matmul), strict=True):
+            requested, available = map(_fields, casts)
+            if field := next((field for field in requested if requested[field] != available[field]), None):
                 raise Fp8Error(
-                    f"Layers of fp8_jax_owg do not support recipe {recipe.name!r}: in the matmul {matmul!r} its {name} "
-                    f"has {field}={wanted[field]!r}, where they would have {had[field]!r}. They take one delayed or "
-                    "dynamic scaling for all operands, tensorwise, or rowwise with dynamic scaling: take the recipe "
-                    "tensorwise, tensorwise_delayed or rowwise, or change that field."
+                    f"Layers of fp8_jax_owg do not support recipe {recipe.name!r}: in the matmul {matmul!r}, {name} "
+                    f"has {field}={requested[field]!r}, and the nearest supported recipe has {available[field]!r}. "
+                    "Supported: one delayed or dynamic scaling for all operands, tensorwise, or rowwise with dynamic "
+                    "scaling. Use the recipe tensorwise, tensorwise_delayed or rowwise, or change this field."
                 )
     return scaling
 
 
 def recipe_of(scaling: Scaling) -> Recipe:
-    """Return the recipe that a scaling stands for."""
+    """Return the recipe that describes a scaling."""
     casts = {
         operand: CastRecipe(
             format=scaling.format_of(tensor).name,
@@ -176,9 +209,9 @@ def recipe_of(scaling: Scaling) -> Recipe:
 
 
 def _nearest(recipe: Recipe) -> Scaling:
-    """Return the scaling of a recipe's input cast.
+    """Return the scaling that is nearest to a recipe.
 
-    The recipe's other casts may differ from it.
+    It follows the recipe's input cast, from which the other casts may differ.
     """
     cast, policy = recipe.input, recipe.input.policy
     settings = {(forward.name, backward.name): setting for setting, (forward, backward) in FORMATS.items()}
@@ -191,6 +224,6 @@ def _nearest(recipe: Recipe) -> Scaling:
 
 
 def _fields(cast: CastRecipe) -> dict[str, Any]:
-    """Return the fields of a cast and of its policy, without names."""
+    """Return fields of a cast and its policy, except the policy's name."""
     fields = dataclasses.asdict(cast)
     return fields | {f"policy.{name}": value for name, value in fields.pop("policy").items() if name != "name"}

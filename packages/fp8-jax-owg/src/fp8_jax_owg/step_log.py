@@ -14,22 +14,31 @@ from fp8_jax_owg.state.pairs import COLLECTION, find_pairs, take
 
 
 class OwgLog:
-    """Logs statistics of tensors with delayed scaling: call `step(variables)` each step.
+    """Log of amax, scale and range of tensors with delayed scaling.
 
-    Logs amax, scale and range.
-
-    The first step and every N-th are logged: the first process appends one JSON line to the file, which `fp8 watch`
-    shows, and logs one line of text. Shares of saturated values are not known from the state; the level follows from
-    amax / largest magnitude that the scale represents, and from `report`.
+    Call `step(variables)` after each step. The first step and every N-th step are logged: the first process appends one
+    JSON line to the file, which `fp8 watch` displays, and logs one line of text. The state does not hold the shares of
+    saturated values, so a tensor is judged by its amax relative to the largest magnitude that its scale represents, and
+    by the suspicions of `report`.
 
     Args:
-        path: The file, or the folder of the run, where it is `fp8.jsonl`. Lines are appended.
+        path: Log file, or folder of the run, in which the file is `fp8.jsonl`. Lines are appended.
         every: Number of steps between entries.
-        scalars: Called on the first process with all numbers by name and the step, as `wandb.log` is.
-        step: How many steps were made before, of a run that resumes.
+        scalars: Function (numbers by name, step) that the first process calls with each entry, such as `wandb.log`.
+        step: Number of steps before this log, for a run that resumes.
 
     Raises:
-        Fp8Error: `every` is less than 1.
+        Fp8Error: If `every` is less than 1.
+
+    Example:
+        >>> import tempfile
+        >>> import jax.numpy as jnp
+        >>> import fp8_jax_owg as owg
+        >>> state = {"dense": {"input_scale": jnp.full(1, 1 / 448), "input_amax_history": jnp.ones(4)}}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     log = owg.OwgLog(folder, every=100)
+        ...     log.step(state), log.step(state)  # the second entry will be step 100
+        ('step 1: 1 layer, 1 ok', None)
     """
 
     def __init__(
@@ -40,17 +49,19 @@ class OwgLog:
         self._log, self._every, self._steps, self._first = RunLog(path, scalars), every, step, step + 1
 
     def step(self, variables: Any, step: int | None = None) -> str | None:
-        """End a step; all processes call it.
+        """Count a step, and log it if it is due.
+
+        Call it on all processes.
 
         Args:
-            variables: Variables, a state of NNX, or any tree with the state, after the step.
-            step: The number of the step that ended; one more than before by default.
+            variables: Variables, a state of NNX, or any other tree with the state, after the step.
+            step: Number of the step that ended; by default one more than in the last call.
 
         Returns:
-            The line of text on the first process, if the step is logged; else None.
+            The line of text on the first process if the step is logged, else None.
 
         Raises:
-            Fp8Error: The tree has no state, or state that is sharded over processes.
+            Fp8Error: If the step is logged and the tree has no state, or has state that is sharded over processes.
         """
         self._steps = self._steps + 1 if step is None else step
         if self._steps % self._every and self._steps != self._first:

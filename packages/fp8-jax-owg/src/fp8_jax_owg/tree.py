@@ -1,4 +1,4 @@
-"""Trees of variables: which leaves are state, and maps over the others."""
+"""Functions on trees of variables: find and split state, map parameters."""
 
 from fp8_jax_owg.state.pairs import Overwrite, is_owg, mark, mask_from_hparams, merge, owg_mask, split, unmark
 from fp8_jax_owg.step import (

@@ -57,10 +57,10 @@ STATIC = Recipe(name="mine", input=CastRecipe(scaling="static", static_scale=2.0
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ("blockwise", r"'blockwise': in the matmul 'output' its input has granularity='blockwise_1x128'"),
-        ("rowwise_with_gw_hp", r"in the matmul 'grad_weight' its input has scaling='disabled'"),
-        (UNLIKE, r"in the matmul 'grad_input' its weight has policy.power_of_2=True, where they would have False"),
-        (STATIC, r"its input has scaling='static'"),
+        ("blockwise", r"'blockwise': in the matmul 'output', input has granularity='blockwise_1x128'"),
+        ("rowwise_with_gw_hp", r"in the matmul 'grad_weight', input has scaling='disabled'"),
+        (UNLIKE, r"in the matmul 'grad_input', weight has policy.power_of_2=True, .*recipe has False"),
+        (STATIC, r"input has scaling='static'"),
         ("delayed", "Unknown recipe 'delayed'. Use one of tensorwise"),
         (16, "A recipe is a name"),
     ],
@@ -324,6 +324,11 @@ def test_a_conversion_logs_what_it_leaves_out_and_why(caplog):
     caplog.clear()
     owg_nnx.convert_to_fp8(nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0))))
     assert caplog.messages == ["FP8: converted 1 of 1 layers. No layer was left out."]
+
+
+def test_a_local_convolution_is_left_out():
+    with pytest.raises(Fp8Error, match="No layer of ConvLocal was converted"):
+        owg_linen.convert_to_fp8(nn.ConvLocal(4, (3, 3))).init(KEY(0), jnp.ones((1, 8, 8, 2)))
 
 
 @pytest.mark.parametrize("transform", ["scan", "vmap"])

@@ -1,6 +1,6 @@
 """Casts for custom layers: quantize, or quantize and dequantize.
 
-Every function that takes a scale and an amax history observes its operand, as matmuls do.
+Every function with a scale and an amax history observes the tensor that it casts, as matmuls do.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from fp8_common import Fp8Error
 from fp8_common.jax.casts import multiply_back
 from fp8_common.jax.numerics import vary_alike
 from fp8_jax_owg.dots.operands import as_operand, cast_operand, to_uint8_codes
-from fp8_jax_owg.scaling import DelayedScaling, ScalingChoice, Tensor, as_scaling
+from fp8_jax_owg.scaling import DelayedScaling, ScalingChoice, TensorName, as_scaling
 from fp8_jax_owg.state.cotangents import first_order_only, like, reverse_mode_only
 from fp8_jax_owg.state.in_loss import as_live, observation, scales_of
 from fp8_jax_owg.state.pairs import Pair
@@ -26,16 +26,16 @@ class _Cast(NamedTuple):
     """Static settings of a cast."""
 
     scaling: DelayedScaling
-    tensor: Tensor
+    tensor: TensorName
 
     def apply(self, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return native values, the scale back, and the live leaf's observation."""
+        """Return native FP8 values, the dequantization scale, and the observation."""
         scales = scales_of({self.tensor: live}, self.scaling)[self.tensor]
         cast = cast_operand(self.scaling, self.tensor, first_order_only(x), scales)
         return cast.values, cast.back, observation(like(cast.amax, live), cast.back, live)
 
     def round(self, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return `x` rounded to the format, and the live leaf's observation."""
+        """Return `x` rounded to FP8 in its own dtype, and the observation."""
         values, back, seen = self.apply(x, live)
         fmt = self.scaling.format_of(self.tensor)
         return multiply_back(to_uint8_codes(values), back.reshape((1,) * x.ndim), fmt, x.dtype), seen
@@ -47,32 +47,31 @@ def in_q(
     """Quantize an input of a matmul, and observe it.
 
     Args:
-        x: float16, bfloat16 or float32. It gets a zero gradient: codes have none, the matmul gives it.
+        x: float16, bfloat16 or float32, any shape. Its gradient is zero, because codes have no gradient: the matmul
+            must define it.
         scale: float32 (1,), the stored scale.
         amax_history: float32 (length,).
         scaling: `DelayedScaling`, or a recipe with delayed scaling; None is `DelayedScaling()`.
 
     Returns:
-        (E4M3 array of the shape of `x`, float32 scalar that multiplies it back).
+        (array of the shape of `x` in the native dtype of the forward format, float32 scalar that dequantizes it).
 
     Raises:
-        Fp8Error: Unsupported dtypes or shapes.
+        Fp8Error: If a dtype or a shape is not supported, or the scaling is not delayed.
     """
     return _run(_in_q, x, Pair(scale, amax_history), scaling, "input")
 
 
 def in_qdq(x: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: ScalingChoice | None = None) -> jax.Array:
-    """Return `x` rounded to E4M3, and observe it.
+    """Return `x` rounded to the forward FP8 format, and observe it.
 
-    The gradient of `x` passes unchanged.
-
-    Arguments and errors as for `in_q`; the result has the shape and dtype of `x`.
+    The result has the shape and dtype of `x`; the gradient passes unchanged. Arguments and errors as for `in_q`.
     """
     return _run(_qdq, x, Pair(scale, amax_history), scaling, "input")
 
 
 def out_qdq(y: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: ScalingChoice | None = None) -> jax.Array:
-    """Return `y`; its gradient is rounded to FP8 and observed.
+    """Return `y` unchanged; round its gradient to FP8, and observe that.
 
     Arguments and errors as for `in_q`.
     """
@@ -80,17 +79,16 @@ def out_qdq(y: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: Sc
 
 
 def out_dq(y: ArrayLike, lhs_scale: jax.Array, rhs_scale: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """Scale the matmul of two FP8 arrays back.
+    """Dequantize the matmul of two FP8 arrays.
 
-    The gradient of `y` passes unscaled, the scales get none.
-
-    The gradient belongs to the values that were cast, not to their codes: it goes where `y` came from.
+    The gradient passes to `y` unscaled, because it belongs to the values that were cast, not to their codes. The scales
+    get no gradient.
 
     Args:
         y: float32, float16 or bfloat16: the matmul of the codes.
         lhs_scale: float32 scalar from `in_q` of lhs.
         rhs_scale: float32 scalar from `in_q` of rhs.
-        dtype: The dtype of the result.
+        dtype: dtype of the result.
 
     Returns:
         `y * (lhs_scale * rhs_scale)`, computed in float32.
@@ -98,7 +96,9 @@ def out_dq(y: ArrayLike, lhs_scale: jax.Array, rhs_scale: jax.Array, dtype: DTyp
     return _out_dq(np.dtype(dtype), as_operand(y, "y"), lhs_scale, rhs_scale)
 
 
-def _run(function: Callable[..., Any], x: ArrayLike, pair: Pair, scaling: ScalingChoice | None, tensor: Tensor) -> Any:
+def _run(
+    function: Callable[..., Any], x: ArrayLike, pair: Pair, scaling: ScalingChoice | None, tensor: TensorName
+) -> Any:
     settings = as_scaling(scaling or DelayedScaling())
     if not isinstance(settings, DelayedScaling):
         raise Fp8Error(f"A cast with a scale and an amax history needs delayed scaling, got {settings!r}.")
@@ -108,36 +108,36 @@ def _run(function: Callable[..., Any], x: ArrayLike, pair: Pair, scaling: Scalin
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_q(how: _Cast, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _in_q_fwd(how, x, live)[0]
+def _in_q(settings: _Cast, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _in_q_fwd(settings, x, live)[0]
 
 
-def _in_q_fwd(how: _Cast, x: jax.Array, live: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    values, back, seen = how.apply(x, live)
+def _in_q_fwd(settings: _Cast, x: jax.Array, live: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    values, back, seen = settings.apply(x, live)
     return (values, back), seen
 
 
-_in_q.defvjp(_in_q_fwd, lambda how, seen, _: (None, seen))
+_in_q.defvjp(_in_q_fwd, lambda settings, seen, _: (None, seen))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _qdq(how: _Cast, x: jax.Array, live: jax.Array) -> jax.Array:
-    return _qdq_fwd(how, x, live)[0]
+def _qdq(settings: _Cast, x: jax.Array, live: jax.Array) -> jax.Array:
+    return _qdq_fwd(settings, x, live)[0]
 
 
-def _qdq_fwd(how: _Cast, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # of an output nothing is cast forward: the state itself goes to the backward rule, which casts with it
-    return (x, live) if how.tensor == "output_grad" else how.round(x, live)
+def _qdq_fwd(settings: _Cast, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # The forward of an output casts nothing. Its state is saved for the backward rule, which casts the gradient.
+    return (x, live) if settings.tensor == "output_grad" else settings.round(x, live)
 
 
-def _qdq_bwd(how: _Cast, residual: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return how.round(g, residual) if how.tensor == "output_grad" else (g, residual)
+def _qdq_bwd(settings: _Cast, residual: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return settings.round(g, residual) if settings.tensor == "output_grad" else (g, residual)
 
 
 _qdq.defvjp(_qdq_fwd, _qdq_bwd)
 
 
-# A JVP and not a VJP: the gradient of `y` is a conversion, which JAX transposes.
+# A JVP is enough: it converts the tangent of `y`, and JAX transposes conversions.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _out_dq(dtype: np.dtype, y: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array) -> jax.Array:
     return (y.astype(jnp.float32) * (lhs_scale * rhs_scale)).astype(dtype)

@@ -18,12 +18,14 @@ DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int
 
 
 class Contraction(NamedTuple):
-    """Matmul of two operands; each letter is in two of three places.
+    """Matmul of two operands, described by one letter per dimension.
+
+    Each letter is in two of the three places; batch letters are in all three.
 
     Attributes:
         lhs: Letters of the dimensions of the first operand.
-        rhs: Letters of the second.
-        out: Letters of the result.
+        rhs: Letters of the dimensions of the second operand.
+        out: Letters of the dimensions of the result.
     """
 
     lhs: str
@@ -32,13 +34,13 @@ class Contraction(NamedTuple):
 
     @classmethod
     def from_dimension_numbers(cls, dims: DimensionNumbers, lhs_ndim: int, rhs_ndim: int) -> "Contraction":
-        """Describe `lax.dot_general`: result dimensions are batch, lhs, rhs."""
+        """Return the contraction that `lax.dot_general` computes."""
         (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = dims
         lhs, rhs = list(ascii_letters[:lhs_ndim]), list(ascii_letters[lhs_ndim : lhs_ndim + rhs_ndim])
         for i, j in zip((*lhs_batch, *lhs_sum), (*rhs_batch, *rhs_sum), strict=True):
             rhs[j] = lhs[i]
         one_sided = [letter for letter in lhs + rhs if (letter in lhs) != (letter in rhs)]
-        # The order of `lax.dot_general`: batch, remaining dimensions of lhs, remaining dimensions of rhs.
+        # The order of its result: batch dimensions, remaining dimensions of lhs, remaining dimensions of rhs.
         return cls("".join(lhs), "".join(rhs), "".join([lhs[i] for i in lhs_batch] + one_sided))
 
     @property
@@ -48,16 +50,16 @@ class Contraction(NamedTuple):
 
     @property
     def for_lhs(self) -> "Contraction":
-        """The matmul of the output gradient and rhs for lhs's gradient."""
+        """Contraction of the output gradient and rhs, for the gradient of lhs."""
         return Contraction(self.out, self.rhs, self.lhs)
 
     @property
     def for_rhs(self) -> "Contraction":
-        """The matmul of lhs and the output gradient for rhs's gradient."""
+        """Contraction of lhs and the output gradient, for the gradient of rhs."""
         return Contraction(self.lhs, self.out, self.rhs)
 
     def axes_of(self, letters: str) -> tuple[int, ...]:
-        """Return where an operand with these letters is summed over."""
+        """Return the contracted axes of an operand with these letters."""
         return tuple([i for i, letter in enumerate(letters) if letter in self.summed])
 
     def apply(
@@ -71,15 +73,15 @@ class Contraction(NamedTuple):
     ) -> jax.Array:
         """Return the matmul in `dtype`.
 
-        One `lax.dot_general`, and a transpose if the order needs it.
+        Runs one `jnp.einsum`: a `lax.dot_general`, and a transpose if the order of dimensions requires it.
 
         Args:
-            lhs: The first operand.
-            rhs: The second.
-            dtype: Of the result.
+            lhs: First operand.
+            rhs: Second operand.
+            dtype: dtype of the result.
             precision: As in `lax.dot_general`.
-            like: Type of the differentiated operand: on explicit meshes the result gets its sharding.
-            out_sharding: Of the result, where it is no gradient.
+            like: Type of the operand whose gradient this is. On explicit meshes the result gets its sharding.
+            out_sharding: Sharding requested for a result that is not a gradient.
         """
         sharding = out_sharding if like is None else like.sharding
         result = jnp.einsum(
@@ -93,12 +95,14 @@ class Contraction(NamedTuple):
         return constrain(result, out_sharding)
 
     def align(self, x: jax.Array, letters: str) -> jax.Array:
-        """Return an operand-shaped array reshaped to scale the result.
+        """Return the scales of an operand, reshaped to broadcast to the result.
 
-        Contracted dimensions have length 1.
+        Args:
+            x: Scales with the dimensions of the operand; contracted dimensions have length 1.
+            letters: Letters of the operand.
         """
         kept = "".join([letter for letter in self.out if letter in letters])
-        # contracted dimensions have one scale
+        # This drops the contracted dimensions, which have length 1.
         x = jnp.einsum(f"{letters}->{kept}", x)
         return jnp.expand_dims(x, [i for i, letter in enumerate(self.out) if letter not in kept])
 
@@ -110,16 +114,16 @@ class Contraction(NamedTuple):
 
 
 def is_explicit(sharding: Any) -> bool:
-    """Return whether a sharding, or the current mesh, has explicit axes.
+    """Return whether a requested sharding has a mesh with explicit axes.
 
-    False for no sharding.
+    A `PartitionSpec` refers to the current mesh. False for None.
     """
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else jax.sharding.get_abstract_mesh()
     return sharding is not None and AxisType.Explicit in mesh.axis_types
 
 
 def constrain(x: jax.Array, sharding: Any) -> jax.Array:
-    """Return `x` with the sharding requested for a layer, or None."""
+    """Return `x` constrained to `sharding`; unchanged if that is None."""
     if sharding is None:
         return x
     # Over explicit axes `with_sharding_constraint` only asserts the sharding of the type; resharding changes it.

@@ -1,6 +1,6 @@
 """`einsum` equations of two operands as one contraction.
 
-Sums and diagonals of each operand come first.
+Sums over dimensions of one operand, and its diagonals, are computed before the contraction.
 """
 
 from functools import partial
@@ -15,10 +15,11 @@ from fp8_jax_owg.dots.operands import Fp8Param, Kernel
 
 
 def as_letters(equation: str, a: jax.Array, b: Kernel) -> tuple[jax.Array, Kernel, tuple[str, str, str]]:
-    """Return both operands after sums and diagonals, and all letters.
+    """Return both operands after sums and diagonals, and the contraction's letters.
 
     Raises:
-        Fp8Error: As in `fp8_einsum`.
+        Fp8Error: If the equation does not describe two operands or does not match their shapes, or if it sums,
+            broadcasts or takes the diagonal of a gathered kernel.
     """
     try:
         jax.eval_shape(partial(jnp.einsum, equation), *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (a, b)))
@@ -30,19 +31,26 @@ def as_letters(equation: str, a: jax.Array, b: Kernel) -> tuple[jax.Array, Kerne
     inputs, out, _ = parse_einsum_input((equation, a.shape, b.shape), shapes=True)
     left, right = inputs.split(",")
     sizes = dict(zip(left, a.shape, strict=True)), dict(zip(right, b.shape, strict=True))
-    # einsum repeats a dimension of length 1 that the other operand has longer, a contraction would sum over it
-    letters, others = (
+    # `einsum` broadcasts a dimension of length 1 to a longer one of the other operand. A contraction would sum over it.
+    of_left, of_right = (
         "".join(letter for letter, n in side.items() if n != 1 or other.get(letter, 1) == 1)
         for side, other in (sizes, sizes[::-1])
     )
-    a, left = _own_part(a, left, letters, others + out)
-    b, right = _own_part(b, right, others, letters + out)
+    a, left = _reduce_operand(a, left, of_left, of_right + out)
+    b, right = _reduce_operand(b, right, of_right, of_left + out)
     return a, b, (left, right, out)
 
 
-def _own_part(x: Any, letters: str, own: str, wanted: str) -> tuple[Any, str]:
-    """Take an operand's diagonals, and sum dimensions absent elsewhere."""
-    kept = "".join(letter for letter in own if letter in wanted)
+def _reduce_operand(x: Any, letters: str, usable: str, elsewhere: str) -> tuple[Any, str]:
+    """Take an operand's diagonals, and sum dimensions absent elsewhere.
+
+    Args:
+        x: Operand.
+        letters: Its letters.
+        usable: The different ones of them, without dimensions that are broadcast.
+        elsewhere: Letters of the other operand and of the result.
+    """
+    kept = "".join(letter for letter in usable if letter in elsewhere)
     if kept == letters:
         return x, letters
     if isinstance(x, Fp8Param):

@@ -21,19 +21,31 @@ from fp8_common.jax.casts import (
     selects_kernels,
 )
 from fp8_common.jax.numerics import as_input, divide_nearest
-from fp8_jax_owg.scaling import Scaling, Tensor
+from fp8_jax_owg.scaling import Scaling, TensorName
 
 
 class Fp8Param(NamedTuple):
-    """FP8 parameter from `fp8_all_gather`.
+    """Gathered FP8 parameter, as `fp8_all_gather` returns it.
 
     `fp8_dot_general` and `fp8_einsum` accept it as `rhs`.
 
     Attributes:
-        data: E4M3 codes in the native dtype, shape of the parameter.
-        scale_inv: float32 scalar, multiplies `data` back.
-        gradient: Shape of the parameter, in its dtype. Its value is never read: matmuls send the gradient of the
-            parameter here, because FP8 codes could not carry it.
+        data: FP8 codes in the native dtype of the forward format, shape of the parameter.
+        scale_inv: float32 scalar that dequantizes `data`.
+        gradient: Shape and dtype of the parameter. Its values are never read: its cotangent is the gradient of the
+            parameter, which cannot have the dtype of FP8 codes.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import fp8_jax_owg as owg
+        >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+        >>> kernel = owg.fp8_all_gather(jnp.ones((16, 8)), sharding=sharding)
+        >>> isinstance(kernel, owg.Fp8Param), kernel.shape, kernel.data.dtype.name
+        (True, (16, 8), 'float8_e4m3fn')
+        >>> round(1 / float(kernel.scale_inv))
+        448
     """
 
     data: jax.Array
@@ -52,10 +64,10 @@ class Fp8Param(NamedTuple):
 
 
 class Master(NamedTuple):
-    """A float32 kernel that stands for its values rounded to bfloat16.
+    """float32 kernel that represents its values rounded to bfloat16.
 
-    Casts on one GPU read the float32 kernel directly; a bfloat16 copy would be written first otherwise. The bits are
-    equal.
+    Casts on one GPU round the float32 values while they read them. Otherwise XLA would write a bfloat16 copy first. The
+    codes are equal.
 
     Attributes:
         data: float32, shape of the kernel.
@@ -65,7 +77,7 @@ class Master(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """The high-precision dtype."""
+        """The dtype of the represented values, bfloat16."""
         return jnp.dtype(jnp.bfloat16)
 
     @property
@@ -86,15 +98,15 @@ def as_operand(x: ArrayLike, name: str) -> jax.Array:
     """Return an operand as an array; Python numbers get JAX's default dtype.
 
     Raises:
-        Fp8Error: Its dtype cannot be cast to FP8.
+        Fp8Error: If its dtype is not float16, bfloat16 or float32.
     """
     return as_input(jnp.asarray(x), name)
 
 
 def as_kernel(rhs: ArrayLike | Fp8Param | Master) -> Kernel:
-    """Return the second operand as an array, unless already cast.
+    """Return rhs as an array; an `Fp8Param` is returned unchanged.
 
-    Errors as in `as_operand`.
+    A `Master` is rounded to bfloat16. Errors as in `as_operand`.
     """
     if isinstance(rhs, Master):
         return rhs.data.astype(rhs.dtype)
@@ -102,18 +114,23 @@ def as_kernel(rhs: ArrayLike | Fp8Param | Master) -> Kernel:
 
 
 def as_master(kernel: jax.Array, promoted: jax.Array) -> jax.Array | Master:
-    """Return the matmul operand of a kernel and its cast copy."""
+    """Return a `Master` if casts can read the kernel, else its copy.
+
+    Args:
+        kernel: Kernel as the layer stores it.
+        promoted: The kernel in the dtype of the layer.
+    """
     rounds = (kernel.dtype, promoted.dtype) == (jnp.float32, jnp.bfloat16)
     return Master(kernel) if rounds and selects_kernels() else promoted
 
 
 class Cast(NamedTuple):
-    """An operand in FP8.
+    """Tensor in FP8.
 
     Attributes:
-        values: Native dtype, shape of the operand.
-        transposed: The same with the last dimensions first; without a transpose, `values`.
-        back: float32 scalar that multiplies values back.
+        values: FP8 in the native dtype, shape of the tensor.
+        transposed: `values` with the leading dimensions moved to the end; without a transpose, `values`.
+        back: float32 scalar that dequantizes `values`.
         amax: float32 scalar max |x|; None for current scaling.
     """
 
@@ -125,32 +142,33 @@ class Cast(NamedTuple):
 
 def cast_operand(
     scaling: Scaling,
-    tensor: Tensor,
+    tensor: TensorName,
     x: jax.Array,
     scales: Sequence[jax.Array] = (),
     split: int = 0,
     rounded: bool = False,
 ) -> Cast:
-    """Cast an operand, saturating.
+    """Cast a tensor to FP8, saturating.
 
     Args:
-        scaling: How scales are found.
-        tensor: Which one it is.
+        scaling: Rule for the scales.
+        tensor: Name of the tensor, which selects the format.
         x: float16, bfloat16 or float32, any shape.
-        scales: float32 scalars into FP8, in [2^-126, 2^100], and back, from its state; empty for current scaling.
-        split: Number of dimensions that the transpose has last; 0 makes no transpose.
+        scales: From the state of the tensor, two float32 scalars: the scale into FP8, in [2^-126, 2^100], and the
+            dequantization scale. Empty for current scaling.
+        split: Number of leading dimensions that the transpose has last; 0 makes no transpose.
         rounded: Whether `x` is the data of a `Master`; `split` is not 0 then.
     """
     fmt = scaling.format_of(tensor)
-    # Nothing is another mesh for JAX than an empty one, under which it runs forward rules: each cast would be traced
-    # and lowered twice.
+    # JAX distinguishes no mesh from the empty mesh under which it runs forward rules. Without this line, each cast
+    # would be traced and lowered twice.
     with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
         if not scales:
             values, transposed, back = _cast_current(x, fmt, scaling.policy, split, rounded)
             return Cast(values, transposed, back, None)
         into, back = scales
-        values, transposed, seen = _cast_and_observe(x, into, fmt, split, rounded)
-        return Cast(values, transposed, back, seen)
+        values, transposed, greatest = _cast_and_observe(x, into, fmt, split, rounded)
+        return Cast(values, transposed, back, greatest)
 
 
 # Separate functions in the traced program, so that casts of equal shapes are traced and lowered once.
@@ -158,8 +176,8 @@ def cast_operand(
 def _cast_and_observe(x: jax.Array, scale: jax.Array, fmt: Format, split: int, rounded: bool) -> tuple[jax.Array, ...]:
     if split:
         return cast_transpose_with_amax(x, scale, fmt, split, rounded)
-    values, seen = cast_with_amax(x, scale, fmt)
-    return values, values, seen
+    values, greatest = cast_with_amax(x, scale, fmt)
+    return values, values, greatest
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
@@ -174,17 +192,17 @@ def _cast_current(x: jax.Array, fmt: Format, policy: ScalePolicy, split: int, ro
 def current_scales(greatest: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
     """Return float32 [2], the scales into FP8 and back, from amax."""
     # The policies of `CurrentScaling` limit scales to [2^-126, 2^100]. Their reciprocals are normal numbers, so one
-    # division is exact here; `fp8_common.jax.reciprocal` spends more operations on the others.
+    # division rounds them correctly; `fp8_common.jax.reciprocal` spends more operations on other scales.
     scale = amax_to_scale(greatest, fmt, policy)
-    # XLA on CPUs drops barriers before it fuses, and would compute the scale, dozens of operations, again for every
-    # element. It writes an array of two before it reads from it.
+    # XLA on CPUs drops barriers before it fuses, and would repeat the dozens of operations of the scale for every
+    # element. It does write an array of two scales before it reads from it.
     return lax.optimization_barrier(jnp.stack([scale, divide_nearest(1.0, scale)]))
 
 
 def to_uint8_codes(x: jax.Array) -> jax.Array:
-    """Return native FP8 as uint8, to save for the backward.
+    """Return native FP8 values as uint8 codes, to save for the backward.
 
-    `jax.checkpoint` rounds saved float8 values to fewer exponents than E4M3 has, and XLA on CPUs copies bytes faster
+    `jax.checkpoint` rounds saved float8 values to fewer exponents than E4M3 has. XLA on CPUs also copies bytes faster
     when loops stack them.
     """
     return lax.bitcast_convert_type(x, jnp.uint8)
@@ -193,7 +211,7 @@ def to_uint8_codes(x: jax.Array) -> jax.Array:
 def may_spread(x: jax.Array) -> bool:
     """Return whether the partitioner may shard an array.
 
-    As far as the mesh of its type shows.
+    Only the mesh in the type of `x` counts: an axis that is explicit, or that is automatic with several devices.
     """
     mesh = jax.typeof(x).sharding.mesh
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
@@ -201,14 +219,14 @@ def may_spread(x: jax.Array) -> bool:
 
 
 def refuse_explicit_axes(what: str, tree: Any) -> None:
-    """Raise if an array is sharded over an explicit axis.
+    """Raise if an array is sharded over an explicit mesh axis.
 
     Args:
-        what: The operation that does not support such arrays.
-        tree: Arrays.
+        what: Name of the operation that does not support such arrays, for the error.
+        tree: Tree of arrays.
 
     Raises:
-        Fp8UnsupportedError: One is, with the remedy.
+        Fp8UnsupportedError: If an array is sharded over an explicit mesh axis. The message names a remedy.
     """
     for leaf in jax.tree.leaves(tree):
         sharding = jax.typeof(leaf).sharding

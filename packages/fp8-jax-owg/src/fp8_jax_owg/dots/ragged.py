@@ -1,7 +1,7 @@
 """`fp8_ragged_dot`: FP8 matmul of row groups with one matrix each.
 
-Mixture-of-experts layers use it with one group for each expert. Groups may be empty, and rows behind the last group
-belong to none: they give zeros, get none, and are not observed.
+Mixture-of-experts layers use it with one group for each expert. Groups may be empty. Rows after the last group belong
+to no group: their results and gradients are zero, and they are not observed.
 """
 
 import dataclasses
@@ -21,30 +21,30 @@ from fp8_jax_owg.state.pairs import Meta
 BY_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
-"""Gradient of the matrices: the rows of each group are summed over."""
+"""Dimension numbers for the gradient of the matrices, which sums over the rows of each group."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RaggedRows(Bilinear):
-    """Rows of lhs in groups; `extra` is their sizes, int32 [G]."""
+    """Matmul of groups of rows; `extra` holds the group sizes, int32 [G]."""
 
     def prepare(self, x: jax.Array, extra: jax.Array) -> jax.Array:
-        """Set rows after the last group to zero, unobserved."""
+        """Set rows after the last group to zero, which are then unobserved."""
         inside = jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(extra)
         return jnp.where(inside[:, None], x, jnp.zeros((), x.dtype))
 
     def forward(self, lhs: jax.Array, rhs: jax.Array, extra: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Return the float32 result of native FP8 operands."""
+        """Return the grouped matmul of native FP8 operands in float32."""
         return lax.ragged_dot(lhs, rhs, extra, preferred_element_type=dtype)
 
-    # Gradients have the precision of a matmul's gradients without a requested precision.
+    # Gradients have the precision that `fp8_dot_general` selects for gradients with precision=None.
 
     def lhs_gradient(self, rhs: jax.Array, grad: jax.Array, extra: jax.Array, dtype: DTypeLike, like: Any) -> jax.Array:
-        """Return the gradient of lhs."""
+        """Return the unscaled gradient of lhs in float32."""
         return lax.ragged_dot(grad, jnp.swapaxes(rhs, 1, 2), extra, lax.Precision.HIGHEST, dtype)
 
     def rhs_gradient(self, lhs: jax.Array, grad: jax.Array, extra: jax.Array, dtype: DTypeLike, like: Any) -> jax.Array:
-        """Return the gradient of rhs in float32."""
+        """Return the unscaled gradient of rhs in float32."""
         return lax.ragged_dot_general(lhs, grad, extra, BY_ROWS, lax.Precision.HIGHEST, jnp.float32)
 
 
@@ -61,18 +61,27 @@ def fp8_ragged_dot(
 
     Args:
         lhs: float16, bfloat16 or float32 [M, K]: the rows, sorted by group.
-        rhs: float16, bfloat16 or float32 [G, K, N]: a matrix for each group. All share one scale.
-        group_sizes: Integers [G], rows in each group; zeros are allowed, and their sum may be less than M.
-        preferred_element_type: Result dtype; None is the dtype of `lhs`.
+        rhs: float16, bfloat16 or float32 [G, K, N]: one matrix per group. All matrices share one scale.
+        group_sizes: Integers [G], the number of rows in each group; zeros are allowed, and the sum may be less than M.
+        preferred_element_type: dtype of the result; None is the dtype of `lhs`.
         meta: As in `fp8_dot_general`.
         scaling: As in `fp8_dot_general`; scales per row are not supported here.
 
     Returns:
-        [M, N]; zeros in rows of no group.
+        [M, N]; zeros in rows that belong to no group.
 
     Raises:
-        Fp8Error: Shapes do not fit, or as in `fp8_dot_general`.
-        Fp8UnsupportedError: JAX requested a second derivative.
+        Fp8Error: If the shapes do not match, the scaling is row-wise, or as in `fp8_dot_general`.
+        Fp8UnsupportedError: If JAX requests a forward-mode or second derivative, or `lhs` or `rhs` is sharded over an
+            explicit mesh axis.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import fp8_jax_owg as owg
+        >>> experts = jnp.stack([jnp.ones((16, 8)), 2 * jnp.ones((16, 8))])
+        >>> y = owg.fp8_ragged_dot(jnp.ones((4, 16)), experts, jnp.array([1, 2]))
+        >>> y[:, 0].round(3).tolist()  # one row for the first expert, two for the second, one for none
+        [16.0, 32.0, 32.0, 0.0]
     """
     a, b, sizes = as_operand(lhs, "lhs"), as_operand(rhs, "rhs"), jnp.asarray(group_sizes)
     if (a.ndim, b.ndim) != (2, 3) or a.shape[1] != b.shape[1] or sizes.shape != b.shape[:1]:

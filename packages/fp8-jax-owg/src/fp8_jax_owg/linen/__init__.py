@@ -1,4 +1,4 @@
-"""FP8 for Flax Linen: operations for its layers, pipelines, and models."""
+"""FP8 for Flax Linen: conversion of modules, operations, train state, and pipelines."""
 
 from fp8_common.plugin import extra
 

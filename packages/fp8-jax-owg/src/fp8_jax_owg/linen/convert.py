@@ -1,7 +1,7 @@
-"""`convert_to_fp8` of Linen: wraps a module so that layers multiply in FP8.
+"""`convert_to_fp8` wraps a Linen module so that selected layers multiply in FP8.
 
-The layers of a Linen module exist while it runs. So the conversion is a wrapper module without variables, which sets
-the operation of each of them at the beginning of its call.
+The layers of a Linen module exist only while it runs. So the conversion is a wrapper module without variables, which
+sets the operation of each selected layer for the duration of the layer's call.
 """
 
 import logging
@@ -18,36 +18,42 @@ from fp8_jax_owg.scaling import DelayedScaling, RulesOrFilter, Scaling, ScalingC
 
 logger = logging.getLogger(__name__)
 
-# The attribute in which each kind of layer finds its multiplying function.
+# For each type of layer: the attribute that holds its multiplying function, and the FP8 operation.
 OPERATIONS: tuple[tuple[tuple[type[nn.Module], ...], str, type[Fp8Op]], ...] = (
     ((nn.Dense, nn.DenseGeneral), "dot_general", Fp8DotGeneralOp),
-    ((nn.Conv, nn.ConvLocal), "conv_general_dilated", Fp8ConvGeneralDilatedOp),
+    ((nn.Conv,), "conv_general_dilated", Fp8ConvGeneralDilatedOp),
 )
-UNSUPPORTED = ((nn.Einsum, "__call__"), (nn.ConvTranspose, "__call__"), (nn.Embed, "attend"))
-"""Layers with a kernel that have no such place, and the method that multiplies."""
+# `nn.ConvLocal` multiplies by `lax.conv_general_dilated_local`, which no attribute replaces.
+UNSUPPORTED = (
+    (nn.Einsum, "__call__"),
+    (nn.ConvLocal, "__call__"),
+    (nn.ConvTranspose, "__call__"),
+    (nn.Embed, "attend"),
+)
+"""Layers with a kernel whose multiplying function cannot be replaced, and the method that multiplies."""
 
 
 class _Make(NamedTuple):
-    """Makes a layer's operation.
+    """Factory of a layer's operation.
 
-    Equal for equal settings, so layers are equal; `functools.partial` never is.
+    Factories with equal settings are equal, and so are layers that have them; two `functools.partial` never are.
     """
 
     kind: type[Fp8Op]
     scaling: Scaling
 
     def __call__(self) -> Fp8Op:
-        """Return an operation with its own state."""
+        """Return a new operation, which has its own state."""
         return self.kind(scaling=self.scaling)
 
 
 class _Converted(nn.Module):
-    """A module with FP8 layers and the original variable names.
+    """Module with FP8 layers and the original variable names.
 
     Attributes:
-        converted_module: The module.
-        rules: Which layers, by their dotted names.
-        scaling: For rules that name no recipe.
+        converted_module: Module whose layers are converted.
+        rules: Rules for the dotted names of layers, or a function `(layer, name) -> bool`.
+        scaling: Scaling for rules that name no recipe.
     """
 
     converted_module: nn.Module
@@ -55,41 +61,41 @@ class _Converted(nn.Module):
     scaling: Scaling
 
     def setup(self) -> None:
-        """Give the module's variables no name in front."""
+        """Share the module's scope, so that variable names get no prefix."""
         nn.share_scope(self, self.converted_module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module.
+        """Call the module with its selected layers converted.
 
         Raises:
-            Fp8Error: No layer was converted, or a recipe is not supported.
+            Fp8Error: If no layer was converted, or a recipe is not supported.
         """
-        decided: dict[str, str] = {}  # why a layer is left out; empty if it is converted
+        reasons: dict[str, str] = {}  # for each layer, why it is left out; empty if it is converted
 
         def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
             module, method = context.module, context.method_name
             row = next((row for row in OPERATIONS if isinstance(module, row[0]) and method == "__call__"), None)
             if row is None and not any(isinstance(module, kind) and method == name for kind, name in UNSUPPORTED):
                 return call(*args, **kwargs)
-            # layers that were attributes before `setup` ran have the name of the attribute in front, others have not
+            # Layers that were attributes before `setup` ran have the name of the attribute as a prefix, others do not.
             names = module.path[len(self.path) :]
             name = ".".join(names[1:] if names[:1] == ("converted_module",) else names)
             scaling = self._scaling_of(module, name)
             if scaling is None:
-                decided[name] = "by the rules"
+                reasons[name] = "by the rules"
             elif row is None:
-                decided[name] = f"{type(module).__name__} has no FP8 matmul here"
-            # An operation that the user has given the layer, under either of flax's names for it, is kept.
+                reasons[name] = f"{type(module).__name__} has no FP8 matmul here"
+            # A layer with a custom operation, under either of flax's names for it, keeps it.
             elif any(getattr(module, f"{row[1]}{end}", None) for end in ("", "_cls")):
-                decided[name] = "it has a matmul of its own"
+                reasons[name] = "it has a matmul of its own"
             else:
-                decided[name] = ""
-                changed: dict[str, Any] = {f"{row[1]}_cls": _Make(row[2], scaling)}
+                reasons[name] = ""
+                attributes: dict[str, Any] = {f"{row[1]}_cls": _Make(row[2], scaling)}
                 if row[1] == "dot_general" and module.promote_dtype is dtypes.promote_dtype:
-                    changed["promote_dtype"] = promote_dtype
-                before = {name: getattr(module, name) for name in changed}
-                # set like this, because flax freezes attributes outside of `setup`
-                for attribute, value in changed.items():
+                    attributes["promote_dtype"] = promote_dtype
+                before = {name: getattr(module, name) for name in attributes}
+                # By `object.__setattr__`, because flax freezes attributes outside of `setup`.
+                for attribute, value in attributes.items():
                     object.__setattr__(module, attribute, value)
                 try:
                     return call(*args, **kwargs)
@@ -100,16 +106,16 @@ class _Converted(nn.Module):
 
         with nn.intercept_methods(intercept):
             result = self.converted_module(*args, **kwargs)
-        if all(decided.values()):
+        if all(reasons.values()):
             raise Fp8Error(
                 f"No layer of {type(self.converted_module).__name__} was converted. Check the rules and the model."
             )
         if self.is_initializing():
-            log_conversion(logger, decided)
+            log_conversion(logger, reasons)
         return result
 
     def __repr__(self) -> str:
-        """Return the module in the call that has converted it."""
+        """Return the call of `convert_to_fp8` that made this module."""
         return f"convert_to_fp8({self.converted_module!r}, rules={self.rules!r}, scaling={self.scaling!r})"
 
     def _scaling_of(self, layer: nn.Module, name: str) -> Scaling | None:
@@ -120,21 +126,22 @@ class _Converted(nn.Module):
 
 
 def convert_to_fp8(module: nn.Module, rules: RulesOrFilter = (), scaling: ScalingChoice | None = None) -> nn.Module:
-    """Return `module` with FP8 matmuls in its Dense and Conv layers.
+    """Return a module whose Dense and Conv layers multiply in FP8.
 
-    These are `nn.Dense`, `nn.DenseGeneral` and `nn.Conv`.
-
-    Parameters keep their names and shapes; the state of the matmuls is in the collection `_overwrite_with_gradient`.
-    Layers with a custom operation keep it.
+    It converts `nn.Dense`, `nn.DenseGeneral` (and so attention) and `nn.Conv`. Parameters keep their names and shapes.
+    The state of the matmuls is in the collection `_overwrite_with_gradient`. Layers with a custom operation keep it.
 
     Args:
-        module: The module; it is called by its `__call__`.
-        rules: Which layers, by their dotted names (`Dense_0`, `encoder.mlp.up`), as `fp8_common.Rules` describes; all
-            by default. Or a function `(layer, name) -> bool`.
-        scaling: For rules that name no recipe; None is `DelayedScaling()`.
+        module: Module to convert; only its `__call__` is converted. It is not changed.
+        rules: Rules for the dotted names of layers (`Dense_0`, `encoder.mlp.up`), see `fp8_common.Rules`; all layers by
+            default. A rule may name a recipe. Or a function `(layer, name) -> bool`.
+        scaling: Scaling for rules that name no recipe; None is `DelayedScaling()`.
+
+    Returns:
+        A module with the same variables in addition to the state.
 
     Raises:
-        Fp8Error: A rule cannot be read; when it is called: no layer was converted.
+        Fp8Error: If a rule is not valid. A call of the result raises if it converts no layer.
     """
     decide = rules if callable(rules) else Rules.parse(rules)
     return _Converted(module, decide, as_scaling(scaling or DelayedScaling()))

@@ -1,7 +1,8 @@
-"""Replacements for `lax.dot_general`, `jnp.einsum` and `lax.conv_general_dilated` in Linen layers.
+"""FP8 operations of Linen layers, which hold their state.
 
-`nn.Dense(..., dot_general_cls=Fp8DotGeneralOp)`; `functools.partial(Fp8DotGeneralOp, scaling=...)` passes settings. All
-take the attributes of `Fp8Op`.
+An operation replaces the `lax.dot_general`, `jnp.einsum` or `lax.conv_general_dilated` of a layer:
+`nn.Dense(..., dot_general_cls=Fp8DotGeneralOp)`. `functools.partial(Fp8DotGeneralOp, scaling=...)` passes settings. All
+operations have the attributes of `Fp8Op`.
 """
 
 import dataclasses
@@ -20,42 +21,46 @@ from fp8_jax_owg.scaling import TENSORS, DelayedScaling, ScalingChoice, as_scali
 from fp8_jax_owg.state.pairs import COLLECTION, init_meta
 
 OVERWRITE_WITH_GRADIENT = COLLECTION
-"""The collection; flax has the same, so checkpoints of either load in the other."""
+"""Name of the collection of state, as in flax, so that checkpoints of either load in the other."""
 
 
 def promote_dtype(inputs: Any, kernel: Any, bias: Any, **options: Any) -> list[Any]:
-    """Promote like `flax.linen.dtypes.promote_dtype`, without a copy of float32 kernels.
+    """Promote dtypes as flax does, without copying float32 kernels.
 
-    GPUs would write a bfloat16 copy.
-
-    For layers with `Fp8DotGeneralOp`.
+    For the `promote_dtype` of layers with `Fp8DotGeneralOp`. If GPU kernels cast and the result dtype is bfloat16, a
+    float32 kernel becomes a `Master`, which casts read directly. flax would write a bfloat16 copy first. The codes are
+    equal.
 
     Args:
-        inputs: As flax has it.
-        kernel: As flax has it. If kernels cast, a `Master` is returned instead of bfloat16 values.
-        bias: As flax has it, or None.
-        **options: As flax has them.
+        inputs: As in `flax.linen.dtypes.promote_dtype`.
+        kernel: As in `flax.linen.dtypes.promote_dtype`.
+        bias: As in `flax.linen.dtypes.promote_dtype`, or None.
+        **options: As in `flax.linen.dtypes.promote_dtype`.
+
+    Returns:
+        [inputs, kernel, bias] in one dtype.
     """
     promoted = dtypes.promote_dtype(inputs, kernel, bias, **options)
     return [promoted[0], as_master(jnp.asarray(kernel), promoted[1]), promoted[2]]
 
 
 class Fp8Op(nn.Module):
-    """Base of operations: holds the state leaves of one matmul.
+    """Base of operations: an FP8 matmul with its state.
 
-    Current scaling needs none.
+    With delayed scaling the state leaves are in the collection `_overwrite_with_gradient`; current scaling has none.
 
     Attributes:
         scaling: `DelayedScaling`, `CurrentScaling`, or a recipe of `fp8_common` (object, name or dictionary).
-        amax_history_length: Overrides `scaling`'s, under flax's name for it.
+        amax_history_length: Length of the histories, as in flax's operations. It overrides the length of a delayed
+            `scaling`; None keeps it.
     """
 
     scaling: ScalingChoice = DelayedScaling()
     amax_history_length: int | None = None
 
     def __post_init__(self) -> None:
-        """Take the length as flax passes it."""
-        # Before `super().__post_init__()`, after which flax does not allow attributes to be set.
+        """Resolve the recipe and apply `amax_history_length`."""
+        # Set before `super().__post_init__()`, after which flax freezes attributes.
         self.scaling = as_scaling(self.scaling)
         if self.amax_history_length is not None and isinstance(self.scaling, DelayedScaling):
             self.scaling = dataclasses.replace(self.scaling, amax_history_length=self.amax_history_length)
@@ -66,10 +71,11 @@ class Fp8Op(nn.Module):
 
     @nn.compact
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """Multiply, with arguments and errors of the function in `fp8_jax_owg`.
+        """Multiply, with the arguments and errors of the function in `fp8_jax_owg`.
 
         Raises:
-            Fp8Error: `apply` got variables without state, or a transform around the layer does not lift its collection.
+            Fp8Error: If `apply` got variables without state, or a transform around the layer does not lift the
+                collection.
         """
         return self.function(*args, **kwargs, meta=self._meta(), scaling=self.scaling)
 
@@ -98,12 +104,13 @@ class Fp8DotGeneralOp(Fp8Op):
     """`fp8_jax_owg.fp8_dot_general` with its state in the collection `_overwrite_with_gradient`.
 
     For `dot_general_cls` of `nn.Dense` and `nn.DenseGeneral`, and for `qkv_dot_general_cls` and `out_dot_general_cls`
-    of `nn.MultiHeadDotProductAttention`. Give the layer `promote_dtype` of this package, too.
+    of `nn.MultiHeadDotProductAttention`. For bfloat16 layers with float32 kernels, also pass this package's
+    `promote_dtype` to the layer.
     """
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
-    """Alias with the name in checkpoints of flax's operation."""
+    """`Fp8DotGeneralOp` under a name that flax's checkpoints contain."""
 
 
 class Fp8Einsum(Fp8Op):
@@ -115,7 +122,7 @@ class Fp8Einsum(Fp8Op):
 class Fp8ConvGeneralDilatedOp(Fp8Op):
     """`fp8_jax_owg.fp8_conv_general_dilated`, forward in FP8 and backward in bfloat16, with its state.
 
-    For `conv_general_dilated_cls` of `nn.Conv`. There is no state of the output gradient, which is not cast.
+    For `conv_general_dilated_cls` of `nn.Conv`. The output gradient is not cast to FP8 and has no state.
     """
 
     function = staticmethod(fp8_conv_general_dilated)

@@ -1,6 +1,6 @@
-"""Pipelines of Linen modules: variables get a stage axis.
+"""Pipelines of Linen modules: copies of a stage with stacked variables.
 
-Overwritten variables are recognized by their collection or their names, or `value_and_grad` has shared them already.
+Overwritten variables are recognized by their collection or their names, or because `value_and_grad` has shared them.
 """
 
 import functools
@@ -34,34 +34,35 @@ PRAXIS = {
     "share_weights": "each round has variables of its own",
     "enable_async_circular_transfer": "the compiler schedules transfers",
 }
-"""Options of praxis's layers that this one lacks, and their replacements."""
+"""Options of praxis's pipelines that this pipeline lacks, and their replacements."""
 
 
 class LayerwiseShardablePipelined(nn.Module):
-    """Runs microbatches through `num_stages` copies of a module, with separate variables.
+    """Pipeline of `num_stages` copies of a module, with separate variables.
 
-    The result equals running each microbatch through one copy after the other. Variables of the body get a leading axis
-    [num_stages, ...]; shard it over devices to pipeline. A body that would change variables (batch statistics) raises:
-    microbatches of several stages run concurrently, in another order.
+    The result is the same as running each microbatch through one copy after the other. Variables of the body get a
+    leading axis [num_stages, ...]; shard it over devices to pipeline. A body that changes variables (batch statistics)
+    raises, because several stages run concurrently, on different microbatches.
 
     Attributes:
-        body: One stage; called with activations and broadcast inputs, returns activations of the same shapes and
+        body: One stage. Called with activations and broadcast inputs, it returns activations of the same shapes and
             dtypes.
         num_stages: Number of stages.
         num_microbatches: Number of microbatches. Inputs with this leading length are divided already; a batch of
-            another length is divided into this number. None takes the leading length of inputs that are divided.
-        circular_repeat: How often a microbatch goes through all stages, with other variables in each round: from 2 on
-            variables get leading axes [circular_repeat, num_stages, ...], and bubbles shrink by that number.
-        remat: Recompute activations of stages in the backward.
-        remat_policy: What to keep nevertheless, one of `jax.checkpoint_policies`.
-        stage_axis: Mesh axis that stages are sharded over; None leaves it to the compiler.
-        rng_collections: Random numbers the body draws when applied.
-        microbatch_size: Rows of a microbatch: inputs are batches, and are divided.
+            another length is divided into this number. None: inputs are divided already, and their leading length is
+            the number.
+        circular_repeat: Number of times that a microbatch passes all stages, with separate variables each time. From 2
+            on, variables get leading axes [circular_repeat, num_stages, ...], and bubbles shrink by this factor.
+        remat: Whether to recompute activations of stages in the backward.
+        remat_policy: Values to save nevertheless, one of `jax.checkpoint_policies`; implies `remat`.
+        stage_axis: Mesh axis over which stages are sharded; None leaves it to the compiler.
+        rng_collections: Names of the random numbers that the body draws in `apply`.
+        microbatch_size: Rows of a microbatch, instead of `num_microbatches`: inputs are batches, and are divided.
         sown_collections: Collections into which the body may sow, such as the losses of a router. If `mutable` of
             `apply` names one, its values have leading axes [num_stages, num_microbatches, ...], or [circular_repeat,
-            num_stages, num_microbatches, ...]; they begin empty in each call, and `init` makes none.
-        bf16_accum_in_fp32: Add the gradients of bfloat16 parameters over microbatches in float32.
-        single_stage_body: The name of `body` in praxis.
+            num_stages, num_microbatches, ...]. They begin empty in each call, and `init` creates none.
+        bf16_accum_in_fp32: Whether to add the gradients of bfloat16 parameters over microbatches in float32.
+        single_stage_body: Alternative to `body`, under its name in praxis.
     """
 
     body: nn.Module | None = None
@@ -78,10 +79,10 @@ class LayerwiseShardablePipelined(nn.Module):
     single_stage_body: nn.Module | None = None
 
     def __post_init__(self) -> None:
-        """Take the body under either name."""
+        """Accept the body under either name."""
         if (self.body is None) == (self.single_stage_body is None):
             raise Fp8Error("A pipeline needs one module as body, or as single_stage_body.")
-        # Before `super().__post_init__()`, after which flax does not allow attributes to be set.
+        # Set before `super().__post_init__()`, after which flax freezes attributes.
         if self.body is None:
             self.body, self.single_stage_body = self.single_stage_body, None
         super().__post_init__()
@@ -93,12 +94,12 @@ class LayerwiseShardablePipelined(nn.Module):
         Args:
             x: Activations, a tree with leaves [num_microbatches, ...] or [batch, ...].
             *broadcast_inputs: Further inputs of every stage, divided like `x`: masks, segment ids, paddings. A stage
-                gets its microbatch's. Scalars and Python values are the same for all.
-            **broadcast_kwargs: The same by name.
+                gets the part of its microbatch. Scalars and Python values are the same for all microbatches.
+            **broadcast_kwargs: The same, by name.
 
         Raises:
-            Fp8Error: Shapes do not fit, variables are missing, or layers of flax compute in FP8.
-            Fp8UnsupportedError: The body would change variables.
+            Fp8Error: If the shapes do not match, the FP8 state is missing, or flax's own FP8 operations read the state.
+            Fp8UnsupportedError: If the body changes variables.
         """
         batch = batch_of(x, self.num_microbatches, self.microbatch_size)
         schedule = Schedule(stages=self.num_stages, microbatches=batch.microbatches, rounds=self.circular_repeat)
@@ -109,13 +110,13 @@ class LayerwiseShardablePipelined(nn.Module):
             self._make_variables(example[0], rebuild(example[1]), schedule)
         return batch.join(self._run(x, arrays, rebuild, schedule))
 
-    def _make_variables(self, one: Any, broadcast: Any, schedule: Schedule) -> None:
+    def _make_variables(self, microbatch: Any, broadcast: Any, schedule: Schedule) -> None:
         args, kwargs = broadcast
         run = self._add_axis(lambda module, h: module(h, *args, **kwargs), STAGE)
         shape: tuple[int, ...] = (schedule.stages,)
         if schedule.rounds > 1:
             run, shape = self._add_axis(run, ROUND), (schedule.rounds, *shape)
-        run(self.body, jax.tree.map(lambda h: jnp.broadcast_to(h, (*shape, *jnp.shape(h))), one))
+        run(self.body, jax.tree.map(lambda h: jnp.broadcast_to(h, (*shape, *jnp.shape(h))), microbatch))
 
     def _add_axis(self, run: Callable[..., Any], name: str) -> Callable[..., Any]:
         return nn.vmap(
@@ -134,11 +135,11 @@ class LayerwiseShardablePipelined(nn.Module):
         variables = {name: tree for name, tree in variables.items() if name not in self.sown_collections}
         axes = (ROUND, STAGE) if schedule.rounds > 1 else (STAGE,)
         for name in axes:
-            # The stage sees its variables without the added axes, so their partitioning must not name these.
+            # A stage sees its variables without the added axes, so their partitioning must not name these axes.
             variables = meta.remove_axis(variables, 0, {nn.PARTITION_NAME: name})
         drawn = [name for name in self.rng_collections if self.has_rng(name)]
         key = self.make_rng(drawn[0]) if drawn else None
-        # Other changes by a stage raise; they are not dropped.
+        # Other mutable collections are mutable in a stage as well, so that changes raise and are not dropped.
         fixed = ["params", COLLECTION, *(self.sown_collections if self.is_initializing() else ())]
         mutable = subtract_filters(scope.mutable, fixed)
 

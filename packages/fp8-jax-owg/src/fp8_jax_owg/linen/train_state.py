@@ -13,14 +13,14 @@ from fp8_jax_owg.step import apply_updates, where_step_valid
 
 
 class TrainState(train_state.TrainState):
-    """Flax's train state for variables with overwritten leaves; `params` holds all variables.
+    """Flax's train state for variables with overwritten leaves.
 
         state = TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-3))
         loss, grads = owg.value_and_grad(loss_fn)(state.params, batch)
         state = state.apply_gradients(grads=grads)
 
-    Leaves that were not observed keep their values. Other collections, such as batch statistics, are not trained: they
-    keep their values, or take new ones from `apply_gradients(mutable=...)`.
+    `params` holds all variables. Overwritten leaves that were not observed keep their values. Other collections, such
+    as batch statistics, are not trained: they keep their values, or get new ones from `apply_gradients(mutable=...)`.
     """
 
     @classmethod
@@ -39,12 +39,15 @@ class TrainState(train_state.TrainState):
             apply_fn: The model's `apply`.
             params: All variables, from `init`.
             tx: Any optax optimizer, or `fp8_jax_owg.optimizers.MultiSteps`.
-            trained: The collections of `params` that `tx` trains. Of a tree without collections it trains everything
-                that is not overwritten.
+            trained: Names of the collections in `params` that `tx` trains. In a tree without collections, `tx` trains
+                everything that is not overwritten.
             **kwargs: Further fields of a subclass.
+
+        Raises:
+            Fp8Error: If `tx` is an `optax.MultiSteps`.
         """
         trained_names = trained if is_variables(params) else None
-        # `MultiSteps` already keeps overwritten leaves from the optimizer.
+        # `fp8_jax_owg.optimizers.MultiSteps` already hides overwritten leaves from its optimizer.
         if isinstance(tx, MultiSteps):
             steps = copy.copy(tx)
             steps.trained = tx.trained or trained_names
@@ -61,13 +64,13 @@ class TrainState(train_state.TrainState):
 
         Args:
             grads: From `fp8_jax_owg.value_and_grad` or `accumulate`.
-            mutable: The collections that `apply_fn(..., mutable=[...])` returned in addition to its output, such as
-                `{"batch_stats": ...}`; they replace collections of `params`.
-            valid: Boolean scalar; a step that is not valid changes nothing but `step`.
+            mutable: Collections that `apply_fn(..., mutable=[...])` returned in addition to its output, such as
+                `{"batch_stats": ...}`. They replace collections of `params`.
+            valid: Boolean scalar. An invalid step changes only `step`, and fields in `kwargs`.
             **kwargs: Fields to replace.
 
         Raises:
-            Fp8Error: `mutable` holds a collection that `params` does not have, or the FP8 state.
+            Fp8Error: If `mutable` holds a collection that `params` does not have, or parameters, or the FP8 state.
         """
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
         params = apply_updates(self.params, updates)
@@ -80,7 +83,7 @@ class TrainState(train_state.TrainState):
                 )
             params = type(params)({**params, **mutable})
         after = params, opt_state
-        # Python's True is the default, for which no selection is necessary.
+        # Python's True, the default, needs no selection.
         if valid is not True:
             after = where_step_valid(valid, after, (self.params, self.opt_state))
         return self.replace(step=self.step + 1, params=after[0], opt_state=after[1], **kwargs)

@@ -1,4 +1,4 @@
-"""FP8 for Flax NNX: a Variable type, operations, and model conversion."""
+"""FP8 for Flax NNX: conversion of models, operations, gradients, and pipelines."""
 
 from fp8_common.plugin import extra
 

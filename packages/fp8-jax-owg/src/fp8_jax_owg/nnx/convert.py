@@ -1,4 +1,4 @@
-"""`convert_to_fp8`: selected layers of an NNX model multiply in FP8."""
+"""`convert_to_fp8` converts selected layers of an NNX model in place."""
 
 import inspect
 import logging
@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nnx.Module)
 
-# The attribute in which each kind of layer keeps its multiplying function, the FP8 one, and the shape of one kernel:
-# stacks from `nnx.vmap` have more leading dimensions.
+# For each type of layer: the attribute that holds its multiplying function, the FP8 operation, and the shape of one
+# kernel. Layers that `nnx.vmap` has stacked have more leading dimensions.
 LAYERS: dict[type[nnx.Module], tuple[str, type[Fp8Op], Callable[[Any], Sequence[int]]]] = {
     nnx.Linear: ("dot_general", Fp8DotGeneralOp, lambda layer: (layer.in_features, layer.out_features)),
     nnx.LinearGeneral: (
@@ -31,30 +31,30 @@ LAYERS: dict[type[nnx.Module], tuple[str, type[Fp8Op], Callable[[Any], Sequence[
     nnx.Conv: ("conv_general_dilated", Fp8ConvGeneralDilatedOp, lambda layer: layer.kernel_shape),
 }
 UNSUPPORTED = (nnx.ConvTranspose, nnx.LoRA)
-"""Layers with a kernel that have no such place."""
+"""Layers with a kernel whose multiplying function cannot be replaced."""
 
 
 def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoice | None = None) -> Model:
     """Convert the layers of a model to FP8 matmuls, in place.
 
-    Call it before `nnx.split`, `nnx.jit` and the optimizer.
-
-    Converted are `nnx.Linear`, `nnx.LinearGeneral` (and so attention), `nnx.Einsum` and `nnx.Conv`; parameters keep
-    their places and values. Each gets state of type `OverwriteWithGradient`.
+    Call it before `nnx.split`, `nnx.jit` and the optimizer. It converts `nnx.Linear`, `nnx.LinearGeneral` (and so
+    attention), `nnx.Einsum` and `nnx.Conv`. Parameters keep their places and values. With delayed scaling, each
+    converted layer gets state of type `OverwriteWithGradient`.
 
     Args:
-        model: The model, or a single layer.
-        rules: Which layers, by their dotted names (`blocks.0.mlp.up`), as `fp8_common.Rules` describes; all by
-            default. A rule may name a recipe. Or a function `(layer, name) -> bool`, as peers' `module_filter_fn`.
-        scaling: For rules that name no recipe: `DelayedScaling`, `CurrentScaling`, or a recipe of `fp8_common`; None
-            is `DelayedScaling()`.
+        model: Model, or a single layer.
+        rules: Rules for the dotted names of layers (`blocks.0.mlp.up`), see `fp8_common.Rules`; all layers by default.
+            A rule may name a recipe. Or a function `(layer, name) -> bool`.
+        scaling: Scaling for rules that name no recipe: `DelayedScaling`, `CurrentScaling`, or a recipe of
+            `fp8_common`; None is `DelayedScaling()`.
 
     Returns:
         The model.
 
     Raises:
-        Fp8Error: No layer is converted, a rule has no effect, a recipe is not supported, or a layer has a custom
-            operation.
+        Fp8Error: If no layer is selected, a rule has no effect, a recipe is not supported, or a selected layer is
+            converted already, has a custom `__call__` without its operation, or is stacked along other than leading
+            dimensions.
     """
     modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
     layers = {name: module for name, module in modules.items() if isinstance(module, tuple(LAYERS))}
@@ -73,19 +73,20 @@ def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoi
             f"No layer to convert among {len(layers)} ({', '.join(list(layers)[:3]) or 'none found'}). "
             "Check the rules and the model."
         )
-    # all are made before one is set: an error leaves the model unchanged
-    operations = [(layers[one.fqn], *_operation(layers[one.fqn], one, scaling)) for one in included]
+    # All operations are created before the first one is set, so that an error leaves the model unchanged.
+    operations = [(layers[decision.fqn], *_operation(layers[decision.fqn], decision, scaling)) for decision in included]
     for layer, attribute, operation in operations:
-        # NNX holds functions as static attributes; a module is data
+        # NNX holds functions as static attributes. An operation is a module, hence data.
         setattr(layer, attribute, nnx.data(operation))
         if attribute == "dot_general" and getattr(layer, "promote_dtype", None) is dtypes.promote_dtype:
             setattr(layer, "promote_dtype", promote_dtype)  # noqa: B010  (not of every layer)
-    log_conversion(logger, {one.fqn: "" if one.include else "by the rules" for one in decisions} | unsupported)
+    reasons = {decision.fqn: "" if decision.include else "by the rules" for decision in decisions}
+    log_conversion(logger, reasons | unsupported)
     return model
 
 
 def _operation(layer: Any, decision: Decision, default: ScalingChoice | None) -> tuple[str, Fp8Op]:
-    """Return the attribute of a layer's operation, and the FP8 operation."""
+    """Return the attribute of a layer's operation, and its FP8 operation."""
     base = next(base for base in LAYERS if isinstance(layer, base))
     attribute, kind, kernel_of = LAYERS[base]
     name = decision.fqn or type(layer).__name__
@@ -108,12 +109,17 @@ def _operation(layer: Any, decision: Decision, default: ScalingChoice | None) ->
 
 
 def _calls(kind: type, base: type, attribute: str) -> bool:
-    """Return whether a subclass's calls reach the layer's operation.
+    """Return whether the `__call__` of a layer reaches its operation.
 
-    As far as the names in its code show.
+    Only the names in its code are inspected. An operation that another method of the class calls is not found, and the
+    conversion raises.
+
+    Args:
+        kind: Class of the layer.
+        base: Class of flax that it derives from.
+        attribute: Attribute of the operation.
     """
     code = getattr(inspect.unwrap(kind.__call__), "__code__", None)
     if kind.__call__ is base.__call__ or code is None:
         return True
-    # The names that its code looks up: an operation in another method of the class is not found, and the layer raises.
     return attribute in code.co_names or "super" in code.co_names or base.__name__ in code.co_names

@@ -1,6 +1,6 @@
 """Pipelines of an NNX module: copies of a stage with stacked variables.
 
-Overwritten variables are recognized by their type: `OverwriteWithGradient`.
+Overwritten variables are recognized by their type, `OverwriteWithGradient`.
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ from fp8_jax_owg.pipeline import PipelineOptions, Schedule, batch_of, divide, pi
 
 
 class LayerwiseShardablePipelined(nnx.Module):
-    """Runs microbatches through `num_stages` copies of a module, with separate variables.
+    """Pipeline of `num_stages` copies of a module, with separate variables.
 
-    The result equals running each microbatch through one copy after the other. A stage that changes variables when it
-    is called (batch statistics, counters of random numbers, sown values) raises: microbatches of several stages run
-    concurrently, in another order.
+    The result is the same as running each microbatch through one copy after the other. A stage that changes variables
+    when it is called (batch statistics, counters of random numbers, sown values) raises, because several stages run
+    concurrently, on different microbatches.
 
     Attributes:
         stages: The module, with variables [num_stages, ...], or [circular_repeat, num_stages, ...].
@@ -35,21 +35,22 @@ class LayerwiseShardablePipelined(nnx.Module):
         options: PipelineOptions | None = None,
         microbatch_size: int | None = None,
     ) -> None:
-        """Make the stages.
+        """Create the stages.
 
         Args:
-            make_stage: Returns one stage; called with activations and broadcast inputs, it returns activations of the
-                same shapes and dtypes.
+            make_stage: Function that returns one stage. A stage, called with activations and broadcast inputs, returns
+                activations of the same shapes and dtypes.
             num_stages: Number of stages.
             num_microbatches: Number of microbatches. Inputs with this leading length are divided already; a batch of
-                another length is divided into this number. None takes the leading length of inputs that are divided.
-            rngs: For the initializers; every stage draws its own.
-            circular_repeat: How often a microbatch goes through all stages, with other variables in each round.
-            options: How stages run.
-            microbatch_size: Rows of a microbatch: inputs are batches, and are divided.
+                another length is divided into this number. None: inputs are divided already, and their leading length
+                is the number.
+            rngs: Random numbers for the initializers; each stage draws separate ones.
+            circular_repeat: Number of times that a microbatch passes all stages, with separate variables each time.
+            options: Settings of the execution.
+            microbatch_size: Rows of a microbatch, instead of `num_microbatches`: inputs are batches, and are divided.
 
         Raises:
-            Fp8Error: A number is below 1.
+            Fp8Error: If a number of stages, microbatches or rounds is below 1.
         """
         number = 1 if num_microbatches is None else num_microbatches
         self.schedule = Schedule(stages=num_stages, microbatches=number, rounds=circular_repeat)
@@ -64,12 +65,12 @@ class LayerwiseShardablePipelined(nnx.Module):
         Args:
             x: Activations, a tree with leaves [num_microbatches, ...] or [batch, ...].
             *broadcast_inputs: Further inputs of every stage, divided like `x`: masks, segment ids, paddings. A stage
-                gets its microbatch's. Scalars and Python values are the same for all.
-            **broadcast_kwargs: The same by name.
+                gets the part of its microbatch. Scalars and Python values are the same for all microbatches.
+            **broadcast_kwargs: The same, by name.
 
         Raises:
-            Fp8Error: Shapes do not fit.
-            Fp8UnsupportedError: The stage changes variables.
+            Fp8Error: If the shapes do not match.
+            Fp8UnsupportedError: If the stage changes variables.
         """
         batch = batch_of(x, self.num_microbatches, self.microbatch_size)
         schedule = dataclasses.replace(self.schedule, microbatches=batch.microbatches)

@@ -1,6 +1,8 @@
-"""Delayed-scaling state inside of loops, branches and devices.
+"""Delayed-scaling state in loops, in branches and on devices.
 
-The other modules here are internal: stored pairs (`pairs`), live leaves (`in_loss`), and cotangents.
+The modules are internal: `pairs` finds stored state in trees, `in_loss` computes live leaves and the next state,
+`cotangents` defines the dtypes that combine by MAX, `share` converts state to and from these dtypes, and
+`jaxpr_interpreter` differentiates losses that JAX cannot.
 """
 
 from fp8_jax_owg.state.cotangents import encode

@@ -1,18 +1,23 @@
-"""Observations as cotangents: encoding, combination by MAX, and their dtype.
+"""Observations as cotangents: two extended dtypes of JAX that add by MAX.
 
-Inside of a loss state has an extended dtype of JAX, whose rule autodiff calls to add: cotangents are combined by MAX.
+Inside of a loss, state has an extended dtype: one that JAX treats as opaque and whose rules it calls. Autodiff adds
+cotangents by such a rule, and the rule here returns their MAX.
 
-- `fp32_max_grad` is float32 for XLA, with -inf as the zero of its cotangents: overwritten values of the user.
-- `fp8_state` is the live leaf of a pair: one element holds everything that a matmul reads, as int32 [7], so that the
-  leaf keeps the shape [..., 1] of the scale that it replaces. JAX moves such arrays, and raises where a loss computes
-  with them. The elements are int32 because a cast to float32 would be legal for a dtype that is float32.
+- `fp32_max_grad` is float32 for XLA, with -inf as the zero of its cotangents. Overwritten values that are no pair have
+  this dtype.
+- `fp8_state` is the dtype of live leaves, which replace pairs. An element is int32 [7] for XLA and holds everything
+  that a matmul reads of a pair, so a leaf keeps the shape [..., 1] of the scale that it replaces. JAX moves such
+  arrays, and raises where a loss computes with them. They are int32 because JAX would permit a cast to float32 for a
+  dtype that is float32 for XLA.
 
-Neither leaves a traced function: `fp8_jax_owg.state.share` makes them, `unshare` returns float32. JAX documents neither
-how to define such a dtype nor how eager gradients of one are added, so this file uses private names of JAX. No other
-file of this package does.
+Arrays of these dtypes do not leave the loss: `fp8_jax_owg.state.share` creates them, and `unshare` returns float32.
 
-Outside of the dtype autodiff makes zeros wherever a parameter was not used: for a branch that was not taken, for a
-layer that was skipped. An observed amax of zero must differ from that, and must survive `+ 0`. So of float32
+JAX documents neither the definition of such a dtype nor the addition of its eager gradients, so this file uses private
+names of JAX, and registers one function in JAX. No other file of this package does.
+
+Outside of these dtypes autodiff creates zeros wherever a parameter was not used: in a branch that was not taken, in a
+layer that was skipped. An observed amax of zero must differ from that, and must survive `+ 0`. So float32 cotangents
+have these meanings:
 
 | cotangent | means |
 |---|---|
@@ -22,8 +27,8 @@ layer that was skipped. An observed amax of zero must differ from that, and must
 | in (-2^-125, -2^-126] | an observed zero or subnormal: its bits plus the bits of 2^-126, with the sign set |
 | anything else | itself |
 
-The fourth row also keeps subnormals out of the float operations in which XLA flushes them. Values are scales and
-amax, hence not negative. Everything here works on bits.
+Values are scales and amax, hence not negative. The encoding of the fourth row also protects subnormals from float
+operations in which XLA flushes them. All functions here work on bits.
 """
 
 import contextlib
@@ -67,15 +72,19 @@ NOT_OBSERVED_BITS = int(NOT_OBSERVED.view(np.int32))
 INFINITY_KEY, SMALLEST_NORMAL_KEY = np.int32(0x7F800000), np.int32(0x00800000)
 
 
-# Primitives from here on, where `jnp` would trace a function for each operator: each matmul of a program traces these.
+# The functions from here on use `lax`, because `jnp` would trace a function for each operator, and each matmul of a
+# program traces these functions.
 def encode(value: jax.Array) -> jax.Array:
     """Return observations as cotangents.
 
     Args:
         value: float32, any shape: not negative, or -inf for "not observed".
+
+    Returns:
+        float32 of the same shape. Zeros and subnormals are encoded as described in this module; others are unchanged.
     """
     bits = to_bits(value)
-    # negative values are large without a sign
+    # As unsigned numbers, the bits of negative values are large.
     is_small = lax.lt(lax.bitcast_convert_type(bits, np.uint32), np.uint32(SMALLEST_NORMAL_KEY))
     # Exponent field 1 instead of 0 with the mantissa unchanged: a normal number, which nothing flushes. Negative,
     # unlike scales and amax, so that `decode` recognizes it.
@@ -86,31 +95,31 @@ def encode(value: jax.Array) -> jax.Array:
 def decode(cotangent: jax.Array) -> jax.Array:
     """Return cotangents as observations: float32, finite, or -inf for "not observed"."""
     bits, key = to_bits(cotangent), float_key(cotangent)
-    # Negative, in the lowest binade: `encode` put zeros and subnormals there, and nothing else is negative but -inf.
+    # Negative values in the lowest binade are zeros and subnormals that `encode` put there. The only other is -inf.
     lowest = lax.bitwise_and(lax.ge(key, SMALLEST_NORMAL_KEY), lax.lt(key, np.int32(2 * SMALLEST_NORMAL_KEY)))
     is_small = lax.bitwise_and(lax.lt(bits, np.int32(0)), lowest)
     observed = lax.select(is_small, from_bits(lax.sub(key, SMALLEST_NORMAL_KEY)), cotangent)
-    # `key` has no sign: -0, -inf and every NaN are among these, too.
+    # `key` has no sign, so this includes -0, -inf and every NaN.
     nothing = lax.bitwise_or(lax.eq(key, np.int32(0)), lax.ge(key, INFINITY_KEY))
     return observed_where(lax.bitwise_not(nothing), observed)
 
 
 def observed_where(flags: jax.Array, value: jax.Array) -> jax.Array:
-    """Return `value` where the flags of its shape are true, else `NOT_OBSERVED`."""
-    # as integers, among which `jax_debug_infs` stops at no constant
+    """Return `value` where `flags`, of the same shape, are true, else -inf."""
+    # As integers, because `jax_debug_infs` would stop at a float constant of -inf.
     bits = to_bits(value)
     return from_bits(lax.select(flags, bits, lax.full_like(bits, NOT_OBSERVED_BITS)))
 
 
 def is_observed(value: jax.Array) -> jax.Array:
-    """Return bool: where decoded observations exist."""
+    """Return booleans: true where a decoded observation exists."""
     return lax.ne(to_bits(value), np.int32(NOT_OBSERVED_BITS))
 
 
 def maximum(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return the greater observation, also among subnormals.
+    """Return the greater of two decoded observations.
 
-    XLA's float maximum flushes subnormals to zero.
+    As integers, because XLA's float maximum may flush subnormals to zero.
     """
     return from_ordered(lax.max(to_ordered(x), to_ordered(y)))
 
@@ -121,12 +130,12 @@ def combine_max(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def zero_where_nothing(cotangent: jax.Array) -> jax.Array:
-    """Return cotangents with "not observed" as 0, for finite norms."""
+    """Return cotangents with 0 for "not observed", so that norms are finite."""
     return jnp.where(is_observed(decode(cotangent)), cotangent, jnp.float32(0))
 
 
 def maximum_over(x: jax.Array, axis: int) -> jax.Array:
-    """Return the greatest observation along an axis, which must not be empty."""
+    """Return the greatest decoded observation along an axis that is not empty."""
     return from_ordered(jnp.max(to_ordered(x), axis=axis))
 
 
@@ -144,58 +153,58 @@ def from_ordered(keys: jax.Array) -> jax.Array:
 
 
 # JAX recognizes a dtype with custom rules by `issubdtype(dtype, jax.dtypes.extended)`, which reads the dtype's
-# attribute `type`: this class, which has no instances.
+# attribute `type`. That is this class, which has no instances.
 class max_grad(jax.dtypes.extended):
-    """The scalar type, for `jax.dtypes.issubdtype`."""
+    """Scalar type of both dtypes, for `jax.dtypes.issubdtype`."""
 
 
 class MaxGradRules:
-    """JAX's rules for the extended dtype."""
+    """Rules that JAX calls for arrays of both dtypes."""
 
-    # to and from the representation of an element in XLA, and nothing else
+    # Permits conversions to and from the representation of an element in XLA, and no others.
     allow_conversion = True
 
     @staticmethod
     def physical_element_aval(dtype: Any) -> Any:
-        """Representation of one element in XLA."""
+        """Return shape and dtype of one element in XLA."""
         return core.ShapedArray(dtype.element, dtype.representation)
 
     @staticmethod
     def tangent_dtype(dtype: Any) -> Any:
-        """Dtype of tangents and cotangents: unchanged, so that MAX combines them."""
+        """Return the dtype of cotangents: the same, so that MAX combines them."""
         return dtype
 
     @staticmethod
     def add(dtype: Any, x: Any, y: Any) -> Any:
-        """Combination of two cotangents in autodiff."""
-        # Called for `add_any`, the primitive by which autodiff joins the cotangents of several uses, iterations of a
-        # loop among them. They are decoded here (`share_leaf`): encoded, a zero would be above every subnormal.
+        """Return the MAX of two cotangents, which autodiff adds by this rule."""
+        # Called for `add_any`, by which autodiff adds the cotangents of several uses, also in iterations of a loop.
+        # In these dtypes cotangents are decoded: an encoded zero would be above every encoded subnormal.
         return from_values(maximum(values_of(x), values_of(y)), dtype)
 
     @staticmethod
     def zero(dtype: Any) -> Any:
-        """The cotangent of unused state, and the least of all."""
+        """Return the cotangent of unused state, the least of all."""
         return MaxGradRules.full((), 0, dtype)
 
     @staticmethod
     def full(shape: tuple[int, ...], value: Any, dtype: Any) -> Any:
-        """An array of one value; of zeros, one of "not used"."""
-        # JAX requests zeros where it fills up a cotangent, around a slice for example.
+        """Return an array of one value; zero stands for "not used"."""
+        # JAX requests zeros to pad a cotangent, for example around a slice.
         is_zero = isinstance(value, int | float | np.number) and value == 0
         if not dtype.element:
             filled = lax.full(shape, NOT_OBSERVED if is_zero else lax.convert_element_type(value, np.float32))
             return lax.convert_element_type(filled, dtype)
         if not is_zero:
             raise Fp8Error(COMPUTES_WITH_STATE)
-        # All bits set sort below -inf, so as a cotangent nothing is observed. As a value, which a loss may have made by
-        # `zeros_like`, it is NaN, and so are the results of a matmul that reads it.
+        # All bits set sort below -inf, so such a cotangent means "not observed". As values, which a loss may create by
+        # `zeros_like`, they are NaN, and so are the results of a matmul that reads them.
         return lax.convert_element_type(lax.full((*shape, *dtype.element), -1, np.int32), dtype)
 
     @staticmethod
     def global_sharded_result_handler(aval: Any, sharding: Any, committed: bool) -> Callable[[Any], Any]:
-        """Conversion of compiled results to arrays."""
-        # Needed although the dtype stays inside of traced functions: outside of jit each primitive is a separate
-        # compiled function, and returns arrays of this dtype. The layout is the representation's.
+        """Return a function that converts compiled results to arrays."""
+        # Necessary even if the user never sees such an array: outside of jit each primitive is a separate compiled
+        # function, whose results may have this dtype. Their layout is the layout of the representation.
         physical, placed = core.physical_aval(aval), sharding_impls.physical_sharding(aval, sharding)
         handler = pxla.global_result_handlers[core.ShapedArray](physical, placed, committed)
         return handler.wrap(lambda array: earray.EArray(aval, array))
@@ -203,17 +212,18 @@ class MaxGradRules:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MaxGradDType(dtypes.ExtendedDType):
-    """The dtype object; its instances are `fp32_max_grad` and `fp8_state`.
+    """Extended dtype of JAX; the instances are `fp32_max_grad` and `fp8_state`.
 
-    Both equal the dtypes of flax and praxis (`fm32`), which combine cotangents by MAX as well: their layers compare
-    dtypes to recognize shared state, and ours accept state shared by their loops. They do not equal each other.
+    Both are equal to the dtypes of flax and praxis (`fm32`), which combine cotangents by MAX as well: layers of flax
+    and praxis compare dtypes to recognize shared state, and layers of this package accept state that their loops have
+    shared. `fp32_max_grad` and `fp8_state` are not equal to each other.
 
     Attributes:
-        name: Name in JAX's errors: a word, and a remedy.
-        representation: The dtype of an element for XLA. No cast of floats reaches an element of int32.
-        element: The shape of one element for XLA.
+        name: Name in JAX's errors: one word, for `fp8_state` followed by a remedy.
+        representation: dtype of an element for XLA. Casts between floats do not apply to int32.
+        element: Shape of one element for XLA.
         itemsize: Bytes of one element.
-        float_dtype: The name by which the dtypes of flax and praxis are found.
+        float_dtype: Attribute that the dtypes of flax and praxis have, too, by which they are recognized.
     """
 
     name: str
@@ -226,37 +236,41 @@ class MaxGradDType(dtypes.ExtendedDType):
     type: type = max_grad
 
     def __eq__(self, other: object) -> bool:
-        # no other extended dtype wraps a float dtype. From the other side too: the `__eq__` of flax's dataclass returns
-        # NotImplemented for another class, and Python then calls this one.
+        # No other extended dtype has a float dtype. Comparisons that begin with flax's dtype work as well: the `__eq__`
+        # of its dataclass returns NotImplemented for another class, and Python then calls this method.
         same = hasattr(other, "_rules") and getattr(other, "float_dtype", None) == self.float_dtype
         return same and getattr(other, "element", self.element) == self.element
 
-    # Not the hash of flax's dtype: sets and dictionaries keep both, only `==` does not.
+    # The hash differs from the hash of flax's dtype: sets and dictionaries distinguish both, although they are equal.
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return self.name.partition(" ")[0]
 
     def __reduce__(self) -> str:
-        # a copy is the same object
+        # pickle and copy look up this name, so a copy is the same object.
         return repr(self)
 
 
 fp32_max_grad = MaxGradDType("fp32_max_grad", jnp.dtype("float32"), (), 4)
-"""float32 whose cotangents are combined by MAX; "not used" is -inf."""
+"""dtype of float32 values whose cotangents are combined by MAX; "not used" is -inf."""
 fm32 = fp32_max_grad
-"""The short name that flax and praxis use."""
-# JAX sums the results of devices while it compiles, after the last call of this package.
+"""Short name of `fp32_max_grad` in flax and praxis."""
+# JAX sums the results of devices while it compiles, after the last call of this package. Only the name of the dtype in
+# its error can hold the remedy.
 _NAME = (
     "fp8_state (into a shard_map with check_vma=False or a pmap pass fp8_jax_owg.state.unshare(state), and call "
     "fp8_jax_owg.state.replicated there)"
 )
 fp8_state = MaxGradDType(_NAME, jnp.dtype("int32"), (7,), 28)
-"""Live leaves, see `fp8_jax_owg.state.in_loss`."""
+"""dtype of live leaves, see `fp8_jax_owg.state.in_loss`."""
 
 
 def values_of(x: jax.Array) -> jax.Array:
-    """Return a shared array [...] as float32 [..., *element]; no derivative."""
+    """Return the elements of a shared array [...] as float32 [..., *element].
+
+    It has no derivative.
+    """
     dtype: Any = x.dtype
     if getattr(dtype, "element", ()):
         return from_bits(lax.convert_element_type(x, np.int32))
@@ -270,12 +284,12 @@ def from_values(values: jax.Array, dtype: Any) -> jax.Array:
 
 def _add_eagerly(x: Any, y: Any) -> Any:
     dtype = x.dtype
-    # compiled, because eager operations on extended arrays are few
+    # Compiled, because extended dtypes support few eager operations.
     return jax.jit(lambda a, b: dtype._rules.add(dtype, a, b))(x, y)
 
 
-# Eager code accumulates cotangents of extended dtypes by the rule of their dtype, as compiled code does. One entry for
-# all extended dtypes: an earlier registration is kept, each looks the rule up in the dtype.
+# With this function eager code adds cotangents of extended dtypes by the rule of their dtype, as compiled code does.
+# JAX has one entry for all extended dtypes. An earlier registration is kept: it must look up the rule as well.
 ad_util.raw_jaxval_adders.setdefault(earray.EArray, _add_eagerly)
 
 
@@ -295,29 +309,31 @@ def is_shared(x: Any) -> bool:
 
 
 def share_leaf(x: Any, dtype: Any = fp32_max_grad) -> jax.Array:
-    """Return a float32 array as a shared dtype.
+    """Return a float32 array as a shared dtype; a shared array unchanged.
 
-    [..., 7] becomes [..., 1] of `fp8_state`; a shared array is returned unchanged.
+    For `fp8_state`, [..., 7] becomes [..., 1]. The cotangent is encoded float32.
 
     Raises:
-        Fp8Error: It is neither.
+        Fp8Error: If `x` is neither float32 nor shared.
     """
     return x if is_shared(x) else _share(dtype, check_float32(x))
 
 
 def unshare_leaf(x: Any) -> jax.Array:
-    """Undo `share_leaf`; float32 stays.
+    """Return a shared array as float32: undo `share_leaf`.
+
+    A float32 array is returned unchanged.
 
     Raises:
-        Fp8Error: It is neither.
+        Fp8Error: If `x` is neither float32 nor shared.
     """
     return _unshare(x.dtype, x) if is_shared(x) else check_float32(x)
 
 
 def from_numbers(numbers: jax.Array, dtype: Any = fp8_state) -> jax.Array:
-    """Return live leaves' numbers [..., 7] as [..., 1] of `fp8_state`.
+    """Return float32 numbers as a shared dtype, without a derivative.
 
-    No derivative.
+    For `fp8_state`, [..., 7] becomes [..., 1]. For `fp32_max_grad` the shape is unchanged.
     """
     if getattr(dtype, "element", ()):
         numbers = lax.expand_dims(to_bits(numbers), (numbers.ndim - 1,))
@@ -325,14 +341,14 @@ def from_numbers(numbers: jax.Array, dtype: Any = fp8_state) -> jax.Array:
 
 
 def numbers_of(x: jax.Array) -> jax.Array:
-    """Undo `from_numbers`; float32 stays."""
+    """Undo `from_numbers`; float32 is returned unchanged."""
     if getattr(x.dtype, "element", ()):
         return from_bits(lax.squeeze(lax.convert_element_type(x, np.int32), (x.ndim - 1,)))
     return lax.convert_element_type(x, np.float32)
 
 
-# Custom rules, because here cotangents leave the dtype, and JAX adds from there on: encoded, a zero of autodiff means
-# "not used", and adding it changes nothing. JAX's own transpose would treat encoded cotangents as values.
+# Custom rules, because cotangents leave the dtype here, and JAX adds floats from there on. Encoded, a zero of autodiff
+# means "not used", and adding it changes nothing. JAX's transpose of a conversion would not encode and decode.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _share(dtype: Any, x: jax.Array) -> jax.Array:
     return from_numbers(x, dtype)
@@ -352,10 +368,13 @@ _unshare.defvjp(lambda dtype, x: (numbers_of(x), None), lambda dtype, _, g: (fro
 
 @jax.custom_jvp
 def first_order_only(x: Any) -> Any:
-    """Return `x`, an array or a tree; differentiating through it raises.
+    """Return `x`, an array or a tree; raise if it is differentiated.
 
-    It stands in the forward and backward rules of matmuls. Those rules run without being differentiated, unless
-    someone differentiates a gradient, and would then get zeros that look like a result.
+    Forward and backward rules of matmuls call it. These rules are differentiated only for the gradient of a gradient,
+    which would otherwise be zeros that look like a result.
+
+    Raises:
+        Fp8UnsupportedError: If JAX differentiates through this function.
     """
     return x
 
@@ -365,10 +384,10 @@ first_order_only.defjvp(refuse_second_order)
 
 @contextlib.contextmanager
 def reverse_mode_only() -> Iterator[None]:
-    """Turn JAX's forward-mode error into a readable one.
+    """Replace JAX's error about forward-mode derivatives by a readable one.
 
     Raises:
-        Fp8UnsupportedError: It did.
+        Fp8UnsupportedError: If the block raises that error.
     """
     try:
         yield
@@ -382,16 +401,16 @@ def reverse_mode_only() -> Iterator[None]:
 
 
 def like(observed: jax.Array, value: jax.Array) -> jax.Array:
-    """Reduce observations to the state's shape, by MAX.
+    """Reduce observations by MAX until they are mapped like their state.
 
-    Under `vmap` with a state that is shared by the examples, the maximum over the examples; with
-    `shard_map(..., check_vma=True)` and a state that is equal on all devices of an axis, the maximum over them.
+    Under `vmap`, the result is the maximum over examples if they share the state. Under
+    `shard_map(..., check_vma=True)`, it is the maximum over the devices of each axis along which the state is equal.
 
     Args:
-        observed: float32 [...]: decoded observations.
-        value: The state it is for; only how it is mapped matters.
+        observed: float32, decoded observations.
+        value: State that was observed. Only its mapping matters, not its values.
     """
-    # First over examples of vmap, which only a batching rule sees, then over devices, whose axes the types show.
+    # First over examples of vmap, which only a batching rule sees, then over devices, whose axes are in the types.
     reduced = _over_mapped(observed, value)
     missing = tuple(sorted(varying_axes(reduced) - varying_axes(value)))
     return from_ordered(lax.pmax(to_ordered(reduced), missing)) if missing else reduced
@@ -405,8 +424,8 @@ def _over_mapped(observed: jax.Array, value: jax.Array) -> jax.Array:
 @_over_mapped.def_vmap
 def _(size: int, batched: list[bool], observed: jax.Array, value: jax.Array) -> tuple[jax.Array, bool]:
     observed_differs, value_differs = batched
-    # A state that all examples share has one next value: their maximum. JAX would add up.
+    # State that all examples share has one next value, their maximum. JAX would add the observations.
     if observed_differs and not value_differs:
-        # `custom_vmap` puts the examples first. Called again for a `vmap` around this one.
+        # `custom_vmap` puts examples on axis 0. Called again for an outer `vmap`.
         return _over_mapped(maximum_over(observed, 0), value), False
     return _over_mapped(observed, value), observed_differs

@@ -1,18 +1,18 @@
-"""Live state: the state's form inside of a loss, and its update.
+"""Live state: the form of state in a loss, and its update.
 
-Before a loss runs, all pairs of a model become live in one vectorised pass: a live leaf holds everything that a matmul
-reads of a pair, with the scales for the usual formats. It replaces the scale; the history stays next to it, as a
-constant that nothing reads. `LiveIndex` names its places.
+Before a loss runs, all pairs of a model become live in one vectorised pass. A live leaf holds everything that a matmul
+reads of a pair, including the scales for the usual formats. It replaces the scale; the history remains next to it, as a
+constant that nothing reads. `LiveIndex` names the places of a live leaf.
 
-Observations are the cotangent of the live leaf, whose first places `ObservationIndex` names: the amax,
-a *witness* of it, the scale that was used, equal for all uses, and a constant. The witness is a monotone function of
-the amax and far from linear. So the maximum of both is consistent, and a sum, a mean, a scaled or clipped gradient is
-not; the constant marks cotangents from computations inside of the loss. Any combination of observations other than MAX
-makes the next state NaN instead of wrong.
+An observation is the cotangent of a live leaf. `ObservationIndex` names its first places: the amax, a *witness* of the
+amax, the dequantization scale that was used, which is equal for all uses, and a constant. The witness is a monotone
+function of the amax that is far from linear. So the maximum of amax and witness is consistent, and a sum, a mean, or a
+scaled or clipped gradient is not. The constant detects cotangents from other computations inside of the loss. Any
+combination of observations other than MAX makes the next state NaN instead of wrong.
 
-In gradients a pair keeps its shape: the scale is the used one, negated, and the history begins with amax
-and witness (so one of length 1 has two entries there). Zeros mean that nothing was observed. `next_pair` rolls the
-history; it is called once per step of the optimizer, by `apply_updates`, and histories roll as often.
+In gradients a pair keeps its shape: the scale is the negated scale that was used, and the history begins with amax and
+witness (so a history of length 1 has two entries there). Zeros mean that nothing was observed. `apply_updates` calls
+`next_pair` once per step of the optimizer, which rolls the history.
 """
 
 import enum
@@ -28,7 +28,7 @@ from jax import lax
 from fp8_common import CANONICAL, E4M3, E5M2, Format, Fp8Error
 from fp8_common.jax.numerics import NAN_KEY, divide_nearest, float_key, from_bits, to_bits, varying_axes
 from fp8_jax_owg.derivatives import check_derivative
-from fp8_jax_owg.scaling import DelayedScaling, Scaling, Tensor
+from fp8_jax_owg.scaling import DelayedScaling, Scaling, TensorName
 from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.cotangents import (
     INFINITY_KEY,
@@ -47,10 +47,11 @@ from fp8_jax_owg.state.pairs import Pair, check_float32
 class LiveIndex(enum.IntEnum):
     """Places of a live leaf, float32 [..., 7]."""
 
-    STORED = 0  # the scale back that the last step has left
-    GREATEST = 1  # the greatest amax of the history; NaN if steps cannot have left this history
-    NEWEST = 2  # its newest entry
-    INTO_E4M3 = 3  # scales of the usual rule, into a format and back; those back are NaN where GREATEST is
+    STORED = 0  # stored scale, the dequantization scale of the last step
+    GREATEST = 1  # largest amax of the history; NaN if no step can have stored this history
+    NEWEST = 2  # newest entry of the history
+    # Scales of the default rule, into a format and back. The scales back are NaN if GREATEST is.
+    INTO_E4M3 = 3
     INTO_E5M2 = 4
     BACK_E4M3 = 5
     BACK_E5M2 = 6
@@ -61,25 +62,25 @@ class ObservationIndex(enum.IntEnum):
 
     AMAX = 0
     WITNESS = 1
-    BACK = 2  # the scale that was used, back from FP8
-    CANARY = 3  # a constant
+    BACK = 2  # dequantization scale that was used
+    CANARY = 3  # constant
 
 
 WIDTH = len(LiveIndex)
-MADE: dict[Format, tuple[LiveIndex, LiveIndex]] = {
+SCALE_PLACES: dict[Format, tuple[LiveIndex, LiveIndex]] = {
     E4M3: (LiveIndex.INTO_E4M3, LiveIndex.BACK_E4M3),
     E5M2: (LiveIndex.INTO_E5M2, LiveIndex.BACK_E5M2),
 }
-"""Where scales lie that are made for all tensors at once."""
+"""Places of the scales of each format that live leaves hold."""
 SMALLEST_SCALE_INV, GREATEST_SCALE_INV = np.float32(2.0**-100), np.float32(2.0**126)
 GREATEST_KEY = np.int32(0x7F7FFFFF)
 CANARY = np.float32(1 / 3)
-"""Constant observation next to the amax; no arithmetic preserves it: rounding does not, nor does adding."""
+"""Constant in each observation. Addition, scaling and rounding to bfloat16 all change it."""
 CONSTANT_PLACES = np.array([CANARY.view(np.int32)] + [NOT_OBSERVED_BITS] * (WIDTH - len(ObservationIndex)), np.int32)
-"""Bits of the places after the scale; as integers, among which `jax_debug_infs` stops at no constant."""
+"""Bits of the places after BACK; integers, because `jax_debug_infs` would stop at a float constant of -inf."""
 NAN_BITS = np.int32(NAN_KEY)
 LOWEST_UNSOUND, MINUS_INFINITY = np.int32(-(2**31) + 2 * 0x00800000), np.float32(-np.inf).view(np.int32)
-"""Bounds of the bits of finite negative numbers, from the binade above encoded zeros on."""
+"""Bounds of the bits of finite negative numbers whose magnitude is above that of encoded zeros and subnormals."""
 
 
 PLAIN = (
@@ -92,17 +93,16 @@ PLAIN = (
 
 
 class UnsharedStateWarning(UserWarning):
-    """State is differentiated outside of `fp8_jax_owg.value_and_grad`, or not at all."""
+    """Warning: state is differentiated outside of `fp8_jax_owg.value_and_grad`, or not at all."""
 
 
 def witness(amax: jax.Array) -> jax.Array:
     """Return a witness of amax that distinguishes MAX from other combinations.
 
-    It is monotone and far from linear.
-
-    Its exponent is halved and its mantissa squared; it is exact, and a normal number for every finite amax. A function
-    that only halves exponents is linear between powers of four, and a mean passes through it; a function that only
-    squares mantissas commutes with powers of four, and a sum of four equal amax passes. Neither passes both together.
+    It halves the exponent and squares the mantissa, so it is monotone and far from linear. For every finite amax it is
+    exact and a normal number. Halved exponents alone would be linear between powers of four, and a mean would not be
+    detected. Squared mantissas alone would commute with powers of four, and a sum of four equal amax would not be
+    detected.
 
     Args:
         amax: float32, any shape, not negative.
@@ -119,36 +119,44 @@ def is_live(pair: Pair) -> bool:
 
 
 def is_at_rest(pair: Pair) -> bool:
-    """Return whether two leaves have the shapes of scale and history."""
+    """Return whether a pair is stored, as scale and history."""
     scale, history = pair
     return not is_state(scale) and jnp.ndim(history) > 0 and jnp.shape(scale) == (*jnp.shape(history)[:-1], 1)
 
 
 def stored_scale(live: jax.Array) -> jax.Array:
-    """Return the stored scale of a live leaf as float32 [...].
+    """Return the stored scale of a live leaf, without a gradient.
 
-    Live leaves are [..., 1] of `fp8_state`.
+    Args:
+        live: [..., 1] of `fp8_state` or float32 [..., 7].
+
+    Returns:
+        float32 [...].
     """
     return lax.stop_gradient(unshare_leaf(live)[..., LiveIndex.STORED])
 
 
-# ---------------------------------------------------------------- from rest
+# ---------------------------------------------------------------- from stored pairs
 
 
 def in_rows(function: Callable[..., jax.Array], *leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return `function` of each pair's leaves, batched where possible.
+    """Return `function` of each pair's leaves, batched if possible.
 
     Unrolled models have hundreds of pairs, and one program for each would dominate compilation.
 
     Args:
-        function: Of arrays [n, ...], whose rows are independent; it returns [n, k].
-        *leaves: float32 [..., 1] for each pair, which are its scales, then others [..., w].
+        function: Function of arrays [n, w], whose rows are independent, that returns [n, k].
+        *leaves: For each argument of `function`, an array of each pair: first the scales, float32 [..., 1], then other
+            arrays, float32 [..., w].
+
+    Returns:
+        float32 [..., k] for each pair.
     """
     rows = [tuple(map(lax.stop_gradient, row)) for row in zip(*leaves, strict=True)]
     groups: dict[Any, list[int]] = {}
     for i, row in enumerate(rows):
-        # On explicit meshes, arrays of different shardings cannot be put together; nor can arrays in a shard_map that
-        # differ along different axes: all would differ along all of them.
+        # Arrays of different shardings on explicit meshes cannot be concatenated. Nor can arrays in a shard_map that
+        # differ along different axes: all of them would then differ along all these axes.
         explicit = i if any(any(jax.typeof(x).sharding.spec) for x in row) else None
         groups.setdefault((explicit, *[(x.shape[-1], varying_axes(x)) for x in row]), []).append(i)
     results: list[Any] = [None] * len(rows)
@@ -157,21 +165,21 @@ def in_rows(function: Callable[..., jax.Array], *leaves: Sequence[jax.Array]) ->
             results[members[0]] = function(*rows[members[0]])
             continue
         columns = zip(*[rows[i] for i in members], strict=True)
-        made = function(*[jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in column]) for column in columns])
+        stacked = function(*[jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in column]) for column in columns])
         sizes = [rows[i][0].size for i in members]
         starts = _places(np.cumsum([0, *sizes[:-1]]))
         for i, start, size in zip(members, starts, sizes, strict=True):
-            row = lax.dynamic_slice_in_dim(made, start, size)
-            results[i] = row.reshape(*rows[i][0].shape[:-1], made.shape[-1])
+            row = lax.dynamic_slice_in_dim(stacked, start, size)
+            results[i] = row.reshape(*rows[i][0].shape[:-1], stacked.shape[-1])
     return results
 
 
 def _places(starts: np.ndarray) -> Sequence[Any]:
-    """Return row offsets that XLA on CPUs cannot fold.
+    """Return row offsets that XLA on CPUs cannot fold into programs.
 
-    It would compile a program for each row.
+    For constant offsets it would compile a program for each row.
     """
-    numbers = map(np.uint32, starts)  # unsigned: negative values would wrap around
+    numbers = map(np.uint32, starts)  # unsigned, because negative offsets would need code that wraps them around
     return lax.platform_dependent(*numbers, cpu=lambda *x: lax.optimization_barrier(x), default=lambda *x: x)
 
 
@@ -179,34 +187,32 @@ def make_live(pairs: Sequence[Pair]) -> list[jax.Array]:
     """Return the live leaves of pairs.
 
     Args:
-        pairs: Each at rest, scale [..., 1] and history [..., length].
+        pairs: Stored pairs, scale [..., 1] and history [..., length].
 
     Returns:
-        float32 [..., 7] for each.
+        float32 [..., 7] for each pair.
     """
     live_leaves = in_rows(_live_rows, *zip(*pairs, strict=True)) if pairs else []
-    # Each separately: XLA would fuse the index of a tensor into the cast that reads it, and casts that differ only in
-    # it would be compiled one by one.
+    # One barrier for each leaf. Otherwise XLA would fuse the offset of a leaf into the cast that reads it, and compile
+    # casts separately that differ only in this offset.
     return list(map(lax.optimization_barrier, live_leaves))
 
 
 @jax.jit
 def _live_rows(scale: jax.Array, history: jax.Array) -> jax.Array:
-    # gradients hold a scale below zero: they are no state, see `next_pair`
+    # A scale below zero belongs to a gradient, which is no state, see `next_pair`.
     greatest = from_bits(jnp.where(_is_negative(to_bits(scale)), NAN_BITS, to_bits(_greatest(history))))
     into, back = _scales(scale, greatest, np.array([E4M3.max, E5M2.max], np.float32))
-    # XLA on CPUs would compute scales again for each element that they are used for
+    # Without the barrier, XLA on CPUs would compute a scale again for each element that it multiplies.
     return lax.optimization_barrier(jnp.concatenate([scale, greatest, history[..., :1], into, back], axis=-1))
 
 
 def _greatest(history: jax.Array) -> jax.Array:
-    """Return the greatest amax [..., 1] of histories [..., length].
+    """Return the largest amax [..., 1] of histories [..., length].
 
-    NaN where steps cannot have left one.
-
-    Steps store no negative values, except encoded zeros, which plain `jax.grad` leaves, and -inf: as integers they are
-    below zero, and zero is the least result. An optimizer that subtracts the gradient makes amax negative; a SUM of
-    encoded zeros is below each of them.
+    NaN for a history that no step can have stored. Steps store no negative values except -inf and encoded zeros, which
+    plain `jax.grad` leaves; both count as zero here. An optimizer that subtracts the gradient makes amax negative, and
+    a SUM of encoded zeros is below each of them.
     """
     bits = to_bits(history)
     keys = jnp.maximum(jnp.where(_is_negative(bits), NAN_BITS, bits), np.int32(0))
@@ -214,7 +220,7 @@ def _greatest(history: jax.Array) -> jax.Array:
 
 
 def _is_negative(bits: jax.Array) -> jax.Array:
-    """Return where bits are finite negative numbers, except encoded zeros."""
+    """Return booleans: true where bits are finite negative numbers, except encoded zeros."""
     return (bits >= LOWEST_UNSOUND) & (bits < MINUS_INFINITY)
 
 
@@ -222,13 +228,14 @@ def _scales(stored: jax.Array, amax: jax.Array, limits: np.ndarray) -> tuple[jax
     """Return float32 scales into FP8 and back by the canonical rule.
 
     Args:
-        stored: The scale back that is kept while there is no usable amax, limited to [2^-100, 2^126]; broadcastable.
-        amax: Reduction of the history; NaN makes the scale back NaN. Broadcastable.
-        limits: float32, the greatest value of each format, with its margin.
+        stored: Stored dequantization scale, which is kept if `amax` is not positive and finite, limited to
+            [2^-100, 2^126].
+        amax: Reduction of the history. NaN makes the scale back NaN.
+        limits: float32, the largest value of each format, multiplied by 2^-margin. All three broadcast.
     """
     shape = np.broadcast_shapes(stored.shape, amax.shape, limits.shape)
     key, kept = (jnp.broadcast_to(x, shape) for x in (to_bits(amax), stored))
-    # A checkpoint may hold a scale that is zero or infinite: both directions stay normal numbers.
+    # A checkpoint may hold a scale that is zero or infinite. The limits make the scales of both directions normal.
     kept = lax.clamp(SMALLEST_SCALE_INV, kept, GREATEST_SCALE_INV)
     normal = from_bits(jnp.clip(key, SMALLEST_NORMAL_KEY, GREATEST_KEY))
     quotient = divide_nearest(jnp.broadcast_to(limits, shape), normal)
@@ -236,26 +243,32 @@ def _scales(stored: jax.Array, amax: jax.Array, limits: np.ndarray) -> tuple[jax
     into = jnp.where(
         usable, lax.clamp(np.float32(CANONICAL.lower), quotient, np.float32(CANONICAL.upper)), divide_nearest(1.0, kept)
     )
-    # 1 / (1 / scale) may differ from scale in the last bit: the stored scale is kept exactly
+    # The stored scale is kept exactly: 1 / (1 / scale) may differ from it in the last bit.
     back = jnp.where(usable, divide_nearest(1.0, into), kept)
     return into, from_bits(jnp.where(key > INFINITY_KEY, NAN_BITS, to_bits(back)))
 
 
-def scales_of(live: Mapping[Tensor, jax.Array], scaling: Scaling) -> dict[Tensor, Sequence[jax.Array]]:
+def scales_of(live: Mapping[TensorName, jax.Array], scaling: Scaling) -> dict[TensorName, Sequence[jax.Array]]:
     """Return the scales of a matmul's tensors, into FP8 and back.
 
-    float32 scalars; none for current scaling.
+    With the default margin and reduction, and E4M3 or E5M2, the live leaves hold these scales already.
 
     Args:
-        live: The live leaf of each tensor, [1] of `fp8_state` or float32 [7].
-        scaling: The rule; the usual one finds the scales made.
+        live: Live leaf of each tensor, [1] of `fp8_state` or float32 [7].
+        scaling: Rule for the scales.
+
+    Returns:
+        Two float32 scalars for each tensor; empty for current scaling.
     """
     if not isinstance(scaling, DelayedScaling):
         return {}
     live = {tensor: numbers_of(leaf) for tensor, leaf in live.items()}
     formats = [scaling.format_of(tensor) for tensor in live]
-    if scaling.margin == 0 and scaling.amax_compute_algo == "max" and all(fmt in MADE for fmt in formats):
-        return {tensor: [leaf[i] for i in MADE[fmt]] for (tensor, leaf), fmt in zip(live.items(), formats, strict=True)}
+    if scaling.margin == 0 and scaling.amax_compute_algo == "max" and all(fmt in SCALE_PLACES for fmt in formats):
+        return {
+            tensor: [leaf[i] for i in SCALE_PLACES[fmt]]
+            for (tensor, leaf), fmt in zip(live.items(), formats, strict=True)
+        }
     rows = jnp.stack(list(live.values()))
     amax = rows[:, LiveIndex.GREATEST]
     if scaling.amax_compute_algo == "most_recent":
@@ -271,14 +284,15 @@ def scales_of(live: Mapping[Tensor, jax.Array], scaling: Scaling) -> dict[Tensor
 
 @jax.jit
 def observation(amax: jax.Array, back: jax.Array, live: jax.Array) -> jax.Array:
-    """Return the cotangent of a live leaf from an amax.
+    """Return an amax as the cotangent of a live leaf.
 
-    An amax that is infinite or NaN is not observed.
+    An infinite or NaN amax counts as not observed.
 
     Args:
-        amax: float32 [].
-        back: float32 [], the scale that was used.
-        live: [1] of `fp8_state` or float32 [7]; observations of examples and devices that share it are combined.
+        amax: float32 scalar.
+        back: float32 scalar, the dequantization scale that was used.
+        live: Live leaf, [1] of `fp8_state` or float32 [7]. Observations of examples and devices that share it are
+            combined by MAX.
     """
     seen = [lax.reshape(to_bits(x), (1,)) for x in (amax, witness(amax), back)]
     finite = lax.lt(float_key(amax), INFINITY_KEY)
@@ -291,8 +305,8 @@ def to_gradient(pairs: Sequence[Pair], cotangents_of: Sequence[jax.Array]) -> li
     """Return observations in the shape of pairs, as gradients hold them.
 
     Args:
-        pairs: At rest.
-        cotangents_of: float32 [..., 7] of the live leaf of each, encoded.
+        pairs: Stored pairs.
+        cotangents_of: Encoded cotangent of the live leaf of each pair, float32 [..., 7].
     """
     pairs_seen = []
     for (_, history), seen in zip(
@@ -305,39 +319,42 @@ def to_gradient(pairs: Sequence[Pair], cotangents_of: Sequence[jax.Array]) -> li
 
 @jax.jit
 def _seen_rows(scale: jax.Array, cotangent: jax.Array) -> jax.Array:
-    """Return the scale as gradients hold it, amax and witness, [..., 3]."""
+    """Return negated scale, amax and witness as gradients hold them, [..., 3]."""
     known = cotangents.decode(cotangent)
     is_known = cotangents.is_observed(known)
     amax, seen_witness, back, canary = jnp.moveaxis(
         jnp.where(is_known, cotangent, 0)[..., : len(ObservationIndex)], -1, 0
     )
-    # values from other computations, or in other places, such as the gradient of a penalty: a witness of no amax
+    # Values from other computations or in other places, such as the gradient of a penalty, get a witness that belongs
+    # to no amax.
     foreign = is_known[..., len(ObservationIndex) :].any(-1)
     foreign |= is_known[..., ObservationIndex.AMAX] & (canary != CANARY)
     seen_witness = jnp.where(foreign, jnp.finfo(jnp.float32).max, seen_witness)
-    # a scale that no step can have left is NaN and carries no information
+    # If the scale that was used is not positive (NaN, for a history that no step can have stored), the stored one is
+    # returned instead.
     used = jnp.where(back > 0, back, scale[..., 0])
     used = jnp.where(to_bits(amax) == 0, jnp.zeros_like(used), -used)
-    # otherwise everything is computed again for each tensor, in a separate program
+    # Without the barrier, everything is computed again for each tensor, in a separate program.
     return lax.optimization_barrier(jnp.stack([used, amax, seen_witness], axis=-1))
 
 
 @jax.jit
 def next_pair(old: Pair, gradient: Pair) -> Pair:
-    """Return a pair's next state, NaN if the witness disagrees.
+    """Return the next state of a pair.
 
-    It rolls if something was observed.
+    The history rolls if something was observed; the state is NaN if amax and witness disagree. Next values from plain
+    `jax.grad` replace the stored ones element by element.
 
     Args:
-        old: The pair at rest.
-        gradient: Its gradient, from `to_gradient` and combined by MAX. Or next values, as plain `jax.grad` gives them.
+        old: Stored pair.
+        gradient: Gradient of the pair: from `to_gradient`, combined by MAX, or next values.
     """
     scale, history = (cotangents.decode(x) for x in gradient)
     observed = cotangents.is_observed(scale) & (scale < 0)
     amax = history[..., :1]
     agrees = to_bits(witness(amax)) == to_bits(history[..., 1:2]) if history.shape[-1] > 1 else ~observed
     rolled = jnp.concatenate([amax, jnp.roll(old.history, -1, axis=-1)[..., 1:]], axis=-1)
-    # next values count element by element
+    # A positive scale belongs to next values.
     plain = history[..., : old.history.shape[-1]]
     replaced = jnp.where(cotangents.is_observed(plain) & (scale > 0), plain, old.history)
     new_scale = jnp.where(cotangents.is_observed(scale), jnp.abs(scale), old.scale)
@@ -349,16 +366,17 @@ def next_pair(old: Pair, gradient: Pair) -> Pair:
 
 
 def as_live(pair: Pair, name: str) -> jax.Array:
-    """Return a tensor's live leaf; a stored pair is made live.
-
-    [1] of `fp8_state` or float32 [7].
+    """Return the live leaf of a live or stored pair.
 
     Args:
-        pair: Live or at rest, shared or not.
-        name: The tensor, for errors.
+        pair: Live or stored pair, shared or not.
+        name: Name of the tensor, for errors.
+
+    Returns:
+        [1] of `fp8_state` or float32 [7].
 
     Raises:
-        Fp8Error: It has another dtype, or other shapes than (1,) and (length,).
+        Fp8Error: If the pair has another dtype, or other shapes than (1,) and (length,).
     """
     scale, history = pair
     shared = is_shared(scale)
@@ -377,20 +395,23 @@ def as_live(pair: Pair, name: str) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def live_at_rest(shared: bool, scale: jax.Array, history: jax.Array) -> jax.Array:
-    """Return a stored pair's live leaf, for plain `jax.grad`.
+    """Return the live leaf of a stored pair, for plain `jax.grad`.
 
-    Its gradient is the next pair.
+    The gradient of the pair is its next value.
 
     Args:
-        shared: Whether observations of several uses are combined by MAX; if not, differentiation warns.
+        shared: Whether observations of several uses are combined by MAX. If not, differentiation warns.
         scale: float32 [..., 1].
         history: float32 [..., length].
+
+    Returns:
+        float32 [..., 7].
     """
     return make_live([Pair(scale, history)])[0]
 
 
 def _rest_forward(shared: bool, scale: Any, history: Any) -> tuple[jax.Array, Pair]:
-    # with symbolic_zeros=True each argument is a pair of its value and whether it has a tangent
+    # With symbolic_zeros=True each argument is a pair of its value and whether it has a tangent.
     if not shared and (scale.perturbed or history.perturbed):
         check_derivative(PLAIN, UnsharedStateWarning)
     pair = Pair(scale.value, history.value)

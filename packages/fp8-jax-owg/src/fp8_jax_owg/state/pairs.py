@@ -1,11 +1,14 @@
-"""Find state in a tree: pairs by names, and marked leaves.
+"""State in trees: pairs of scale and history, and marked leaves.
 
-A leaf is overwritten with its gradient if it is in a Linen collection `_overwrite_with_gradient`, or under a node whose
-class has the attribute `is_overwrite_with_gradient`: the NNX variable, the box for parameters, and `Overwrite` for
-everything else; or if it is one of a pair, anywhere.
+A leaf is overwritten with its gradient in one of three cases:
 
-At rest a pair is float32: `<tensor>_scale` [..., 1], which goes back from FP8, and `<tensor>_amax_history`
-[..., length], newest entry first. A checkpoint of flax loads here and the other way round.
+- It is in a Linen collection `_overwrite_with_gradient`.
+- It is under a node whose class has the attribute `is_overwrite_with_gradient`: the NNX variable, or `Overwrite`.
+- It is a scale or a history of a pair, anywhere in the tree.
+
+Stored pairs are float32: `<tensor>_scale` [..., 1], which dequantizes, and `<tensor>_amax_history` [..., length], whose
+slot 0 is the newest entry and slot 1 the oldest. State of flax has the same names and shapes, so checkpoints of either
+load in the other.
 """
 
 import dataclasses
@@ -16,42 +19,48 @@ import jax
 import jax.numpy as jnp
 
 from fp8_common import Fp8Error
-from fp8_jax_owg.scaling import TENSORS, DelayedScaling, ScalingChoice, Tensor, as_scaling
+from fp8_jax_owg.scaling import TENSORS, DelayedScaling, ScalingChoice, TensorName, as_scaling
 
 SCALE, HISTORY = "_scale", "_amax_history"
-"""Endings of flax's names for a scale and its history."""
+"""Suffixes of flax's names for a scale and its history."""
 BOXED = jax.tree_util.GetAttrKey("value")
-"""The key under which variables, boxes and `Overwrite` keep their value."""
+"""Key of the value in variables, boxes of partitioned parameters, and `Overwrite`."""
 Meta = Mapping[str, jax.Array]
-"""The leaves of one matmul by their names."""
+"""State leaves of one matmul by name."""
 
 
 class Pair(NamedTuple):
     """State of one tensor; fields are arrays, or indices of leaves.
 
     Attributes:
-        scale: Stored: float32 [..., 1], from the last observed step; inside of a loss the live leaf, see
-            `fp8_jax_owg.state.in_loss`.
-        history: float32 [..., length], the amax of earlier steps.
+        scale: Stored scale, float32 [..., 1]: the dequantization scale of the last observed step. Inside of a loss, the
+            live leaf, see `fp8_jax_owg.state.in_loss`.
+        history: float32 [..., length], amax of earlier steps.
     """
 
     scale: Any
     history: Any
 
 
-def init_meta(scaling: ScalingChoice | None = None, tensors: tuple[Tensor, ...] = TENSORS) -> dict[str, jax.Array]:
-    """Return a matmul's initial leaves: scales 1, histories 0.
+def init_meta(scaling: ScalingChoice | None = None, tensors: tuple[TensorName, ...] = TENSORS) -> dict[str, jax.Array]:
+    """Return the initial state leaves of a matmul: scales 1, histories 0.
 
     Args:
-        scaling: `DelayedScaling` or a recipe with delayed scaling, which gives the length of the histories; None
-            stands for `DelayedScaling()`.
-        tensors: Which tensors have leaves.
+        scaling: `DelayedScaling`, or a recipe with delayed scaling. It determines the length of the histories. None is
+            `DelayedScaling()`.
+        tensors: Names of the tensors that have state.
 
     Returns:
-        float32 arrays `<tensor>_scale` (1,) and `<tensor>_amax_history` (length,).
+        float32 arrays by name: `<tensor>_scale` (1,) and `<tensor>_amax_history` (length,).
 
     Raises:
-        Fp8Error: The scaling has no state.
+        Fp8Error: If the scaling has no state.
+
+    Example:
+        >>> import fp8_jax_owg as owg
+        >>> meta = owg.init_meta(owg.DelayedScaling(amax_history_length=16))
+        >>> {name: leaf.shape for name, leaf in meta.items() if name.startswith("input")}
+        {'input_scale': (1,), 'input_amax_history': (16,)}
     """
     delayed = as_scaling(scaling or DelayedScaling())
     if not isinstance(delayed, DelayedScaling):
@@ -61,11 +70,11 @@ def init_meta(scaling: ScalingChoice | None = None, tensors: tuple[Tensor, ...] 
 
 
 def find_pairs(tree: Any) -> list[Pair]:
-    """Return the leaf indices of a tree's pairs, sorted by scale."""
+    """Return the leaf indices of all pairs, in the order of scales."""
     places = {names: place for place, names in enumerate(names_of(tree))}
     pairs = []
     for names, place in places.items():
-        # At every place of the path, not only the last one: variables and boxes add keys after the name.
+        # At each position of the path, not only the last one, because variables and boxes add keys after the name.
         for i, name in enumerate(names):
             partner = (*names[:i], name.removesuffix(SCALE) + HISTORY, *names[i + 1 :])
             if name.endswith(SCALE) and partner in places:
@@ -74,15 +83,15 @@ def find_pairs(tree: Any) -> list[Pair]:
 
 
 def take(leaves: Sequence[Any], pair: Pair) -> Pair:
-    """Return the arrays at the places of a pair."""
+    """Return the leaves at the indices of a pair."""
     return Pair(leaves[pair.scale], leaves[pair.history])
 
 
-def pair_of(meta: Meta, tensor: Tensor) -> Pair:
-    """Return the leaves of one tensor.
+def pair_of(meta: Meta, tensor: TensorName) -> Pair:
+    """Return the scale and the history of one tensor.
 
     Raises:
-        Fp8Error: One is missing.
+        Fp8Error: If one of them is missing.
     """
     names = tensor + SCALE, tensor + HISTORY
     if missing := [name for name in names if name not in meta]:
@@ -94,15 +103,13 @@ def pair_of(meta: Meta, tensor: Tensor) -> Pair:
 
 
 def names_of(tree: Any) -> list[tuple[str, ...]]:
-    """Return each leaf's path keys as text, without wrappers' keys.
+    """Return each leaf's path as text, without the keys of wrappers.
 
-    Wrappers are variables, boxes and `Overwrite`.
-
-    A box keeps only its value, under the attribute `value`. A layer named "value" has siblings, or is the key of a
-    dictionary, and keeps its name.
+    Wrappers (variables, boxes and `Overwrite`) have one child, under the attribute `value`. A layer named "value" has
+    siblings, or is the key of a dictionary, and keeps its name.
     """
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    # a list, and not a generator: every leaf of every model comes by here
+    # `tuple` of a list, which is faster than of a generator: this runs for every leaf of every model.
     names = [tuple([jax.tree_util.keystr((key,), simple=True) for key in path]) for path in paths]
     children: dict[tuple[str, ...], set[str]] = {
         whole[:i]: set() for whole, path in zip(names, paths, strict=True) for i, key in enumerate(path) if key == BOXED
@@ -122,13 +129,13 @@ def names_of(tree: Any) -> list[tuple[str, ...]]:
 # ---------------------------------------------------------------- marks
 
 COLLECTION = "_overwrite_with_gradient"
-"""Flax's name for the Linen collection."""
+"""Name of the Linen collection of state, as in flax."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(eq=False, slots=True)
 class Overwrite:
-    """Marks values in plain trees: `{"amax": Overwrite(jnp.zeros(16))}`.
+    """Mark of overwritten values in plain trees: `{"amax": Overwrite(jnp.zeros(16))}`.
 
     Attributes:
         value: An array, or a tree of arrays.
@@ -141,9 +148,8 @@ class Overwrite:
 def is_marked(node: Any) -> bool:
     """Return whether a node's class marks its leaves as overwritten."""
     kind = type(node)
-    # flax names the NNX variable types that it makes after the collections of Linen
-    # `is True`: a class that defines a property of this name would count otherwise, because the property object is
-    # true.
+    # `is True`, because a property of this name, read from the class, is an object that is true. The name of the class
+    # counts because flax's bridges name the NNX variable types that they create after the collections of Linen.
     return getattr(kind, "is_overwrite_with_gradient", False) is True or kind.__name__ == COLLECTION
 
 
@@ -151,8 +157,8 @@ def is_owg(path: tuple[Any, ...], node: Any = None) -> bool:
     """Return whether a node at `path` is overwritten with its gradient.
 
     Args:
-        path: Keys as `jax.tree_util.tree_flatten_with_path` gives them.
-        node: The node; a marked node counts at any path.
+        path: Keys from `jax.tree_util.tree_flatten_with_path`.
+        node: Node at the path; a marked node counts at any path.
     """
     return is_marked(node) or COLLECTION in [jax.tree_util.keystr((key,), simple=True) for key in path]
 
@@ -160,7 +166,7 @@ def is_owg(path: tuple[Any, ...], node: Any = None) -> bool:
 def owg_flags(tree: Any) -> list[bool]:
     """Return whether each leaf is overwritten, in `jax.tree.leaves` order."""
     nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_marked)
-    # a marked node counts as one leaf here, and may hold several
+    # A marked node is one leaf here, and may hold several.
     flags = [is_owg(path, node) for path, node in nodes for _ in jax.tree.leaves(node)]
     for pair in find_pairs(tree):
         flags[pair.scale] = flags[pair.history] = True
@@ -176,9 +182,9 @@ def map_leaves(parameter: Callable[..., Any], overwritten: Callable[..., Any], t
     """Map one function over parameters and another over overwritten leaves.
 
     Args:
-        parameter: Called with the leaves that are no OWG.
-        overwritten: Called with the others.
-        tree: Decides which leaf is which.
+        parameter: Function of leaves that are not overwritten.
+        overwritten: Function of overwritten leaves.
+        tree: Tree whose leaves are classified.
         *rest: Further trees of the same structure, whose leaves become further arguments.
     """
     return jax.tree.map(lambda flag, *x: (overwritten if flag else parameter)(*x), owg_mask(tree), tree, *rest)
@@ -191,50 +197,50 @@ def split(tree: Any) -> tuple[Any, Any]:
 
 def merge(parameters: Any, overwritten: Any) -> Any:
     """Undo `split`."""
-    # JAX takes None for an empty subtree; without `is_leaf` the two structures would not fit.
+    # For JAX, None is an empty subtree: without `is_leaf` the two structures would differ.
     return jax.tree.map(lambda a, b: b if a is None else a, parameters, overwritten, is_leaf=lambda x: x is None)
 
 
 def mark(tree: Any, mask: Any) -> Any:
     """Wrap leaves in `Overwrite` where the mask is true.
 
-    For models that keep marks elsewhere.
+    Use it for models that mark overwritten parameters elsewhere, for example in metadata.
 
     Args:
-        tree: Plain parameters, e.g. of a model whose metadata marks overwritten ones.
-        mask: A tree of the same structure with booleans.
+        tree: Plain parameters.
+        mask: Tree of the same structure with booleans.
     """
     return jax.tree.map(lambda flag, x: Overwrite(x) if flag else x, mask, tree)
 
 
 def unmark(tree: Any) -> Any:
-    """Return the tree before `mark`."""
+    """Return the tree without `Overwrite`: undo `mark`."""
     is_mark = lambda node: isinstance(node, Overwrite)  # noqa: E731
     return jax.tree.map(lambda node: node.value if is_mark(node) else node, tree, is_leaf=is_mark)
 
 
 def mask_from_hparams(hparams: Any, collection: str = COLLECTION) -> Any:
-    """Return a mask of overwritten leaves from praxis-like metadata.
+    """Return a mask of overwritten leaves from metadata such as praxis's.
 
-    In praxis every parameter has a `WeightHParams` with `collections`, a list of names. With the mask, `mark` makes
-    parameters that every function of this package understands, and `unmark` gives the model its own back:
+    In praxis each parameter has a `WeightHParams` with `collections`, a list of names. `mark` with this mask returns
+    parameters that all functions of this package support, and `unmark` returns the parameters of the model:
 
         marked = owg.tree.mark(params, owg.tree.mask_from_hparams(hparams))
         grads = owg.grad(lambda tree: loss(owg.tree.unmark(tree)))(marked)
 
     Args:
-        hparams: Tree with, at each parameter, an object that has the attribute `collections`.
-        collection: The name that marks, praxis' `WeightHParamsCollection.OVERWRITE_WITH_GRADIENT`.
+        hparams: Tree that has, for each parameter, an object with the attribute `collections`.
+        collection: Name of the mark, `WeightHParamsCollection.OVERWRITE_WITH_GRADIENT` of praxis.
     """
     has_collections = lambda node: hasattr(node, "collections")  # noqa: E731
-    return jax.tree.map(lambda one: collection in (one.collections or ()), hparams, is_leaf=has_collections)
+    return jax.tree.map(lambda hparam: collection in (hparam.collections or ()), hparams, is_leaf=has_collections)
 
 
 def check_float32(x: Any) -> Any:
-    """Return `x`, which must be float32.
+    """Return `x`, or raise if it is not float32.
 
     Raises:
-        Fp8Error: It is not, with the reason and the remedy.
+        Fp8Error: If it is not a float32 array. The message names a remedy.
     """
     dtype = getattr(x, "dtype", None)
     if dtype != jnp.float32:

@@ -1,8 +1,9 @@
-"""`share`, `unshare`, `read`, `gate` and `replicated`: state that is used several times.
+"""Conversion of state into dtypes whose cotangents combine by MAX, and back.
 
-Outside of a loss state is float32. `share` makes pairs live and of the dtype `fp8_state`, and other overwritten leaves
-of `fp32_max_grad`, so that every combination of cotangents is a MAX; layers read state where they use it.
-`fp8_jax_owg.value_and_grad` shares all state of its loss. Functions take trees; leaves must be float32 or shared.
+Outside of a loss state is float32. `share` converts pairs to live leaves of the dtype `fp8_state`, and other
+overwritten leaves to `fp32_max_grad`, so that autodiff combines all their cotangents by MAX. Layers accept both forms.
+`fp8_jax_owg.value_and_grad` shares all state of its loss. The functions here are for other cases: plain `jax.grad`,
+`shard_map`, logs, and steps without work. They accept trees, whose leaves must be float32 or shared.
 """
 
 import functools
@@ -23,13 +24,13 @@ Tree = TypeVar("Tree")
 
 
 def share(tree: Any) -> Any:
-    """Return state for several uses, whose cotangents will be combined by MAX.
+    """Return state for several uses, whose cotangents are combined by MAX.
 
     Args:
-        tree: Leaves float32; shared ones stay.
+        tree: State alone, float32; shared leaves are returned unchanged. For a tree with parameters, use `share_state`.
 
     Raises:
-        Fp8Error: A leaf is not float32.
+        Fp8Error: If a leaf is not float32.
     """
     leaves, structure = jax.tree.flatten(tree)
     constants = set()
@@ -40,67 +41,65 @@ def share(tree: Any) -> Any:
             pair = Pair(live, lax.stop_gradient(pair.history))
         if is_live(pair):
             leaves[place.scale], leaves[place.history] = share_leaf(pair.scale, fp8_state), pair.history
-            constants.add(place.history)  # matmuls read live leaves alone
+            constants.add(place.history)  # matmuls read only live leaves
     return structure.unflatten([x if i in constants else share_leaf(x) for i, x in enumerate(leaves)])
 
 
 def share_state(tree: Any) -> Any:
-    """Return variables with shared state, as in a `value_and_grad` loss.
+    """Return variables with shared state, as in the loss of `value_and_grad`.
 
-    For a loop under plain `jax.grad`: call it before the loop.
+    Under plain `jax.grad`, call it before a loop that uses the variables.
 
     Args:
-        tree: Variables; state float32 or shared already.
+        tree: Variables. Parameters, and state that is shared already, are returned unchanged.
 
     Raises:
-        Fp8Error: An overwritten leaf is not float32.
+        Fp8Error: If an overwritten leaf is not float32.
     """
     parameters, state = split(tree)
     return merge(parameters, share(state))
 
 
 def unshare(tree: Any) -> Any:
-    """Return shared state as float32, for a `shard_map` or `pmap`.
+    """Return shared state as float32, to pass it into `shard_map` or `pmap`.
 
-    For `shard_map` with `check_vma=False`.
-
-    Call `fp8_jax_owg.state.replicated` on it at the top of the mapped function. Without that call each leaf supports a
-    single use. Live leaves get a last dimension of 7 instead of 1; computing with them makes the next state NaN, or has
-    no effect.
+    It is necessary for `pmap`, and for `shard_map` with `check_vma=False`. Call `fp8_jax_owg.state.replicated` on the
+    result at the top of the mapped function; without that call, each leaf supports a single use. The last dimension of
+    live leaves is 7 instead of 1. Arithmetic on them makes the next state NaN, or has no effect.
 
     Args:
-        tree: Leaves shared or float32, which stay.
+        tree: Shared leaves; float32 leaves are returned unchanged.
 
     Raises:
-        Fp8Error: A leaf has another dtype.
+        Fp8Error: If a leaf has another dtype.
     """
     return jax.tree.map(unshare_leaf, tree)
 
 
 def read(tree: Any) -> Any:
-    """Return shared state's values as float32, for logs and user functions.
+    """Return values of shared state as float32, for logs and custom operations.
 
     Args:
-        tree: Leaves shared or float32, which stay.
+        tree: Shared leaves; float32 leaves are returned unchanged.
 
     Returns:
-        For a live leaf [..., 1], the stored scale [...] without a gradient; layers do not accept it. For a shared value
-        without a pair the value, whose cotangent is a use's observation.
+        For a live leaf [..., 1], the stored scale [...], which has no gradient and which layers do not accept. For a
+        shared leaf that is no pair, its value; the cotangent of the value is an observation.
 
     Raises:
-        Fp8Error: A leaf has another dtype.
+        Fp8Error: If a leaf has another dtype.
     """
     return jax.tree.map(lambda x: stored_scale(x) if is_state(x) else unshare_leaf(x), tree)
 
 
 def gate(tree: Tree, valid: Any) -> Tree:
-    """Return the tree; if not `valid`, its observations are dropped.
+    """Return the tree; drop its observations if `valid` is false.
 
     Args:
-        tree: Leaves float32 [...] or shared.
+        tree: State leaves, float32 or shared.
         valid: Boolean scalar, traced or not. Under `vmap` it may differ for each example.
     """
-    # Under vmap the flag may be mapped while the state is not; `like` then combines in the backward.
+    # Under vmap the flag may be mapped although the state is not; `like` then combines examples in the backward.
     flag = jnp.asarray(valid, jnp.bool_)
 
     def gated(x: Any) -> Any:
@@ -111,31 +110,31 @@ def gate(tree: Tree, valid: Any) -> Tree:
 
 
 def replicated(tree: Any, axes: str | tuple[str, ...], *, sharded: str | tuple[str, ...] = ()) -> Any:
-    """Share values inside a `shard_map`: observations along `axes` combine by MAX.
+    """Share state inside a `shard_map`; observations along `axes` combine by MAX.
 
-    Call it at the top of the mapped function. With `check_vma=False` and a gradient that is taken outside of the
-    `shard_map`, JAX sums the results of devices, and cannot do so for shared values: pass
+    Call it at the top of the mapped function. If `check_vma=False` and the gradient is taken outside of the
+    `shard_map`, JAX sums the cotangents of devices, which shared values do not support: pass
     `fp8_jax_owg.state.unshare(state)` into the `shard_map`. With `check_vma=True` shared values may enter, and layers
     combine the observations of devices automatically.
 
     Args:
-        tree: Leaves float32 or shared.
-        axes: Mesh axes along which the values are the same on all devices.
-        sharded: Mesh axes along which they differ; together both must name every axis of the `shard_map`.
+        tree: State leaves, float32 or shared.
+        axes: Mesh axes along which the state is equal on all devices.
+        sharded: Mesh axes along which it differs. `axes` and `sharded` together must name each axis of the `shard_map`.
 
     Returns:
         The tree, shared.
 
     Raises:
-        Fp8Error: With `check_vma=False`, an axis of the `shard_map` is named nowhere.
+        Fp8Error: If `check_vma=False` and neither argument names an axis of the `shard_map`.
     """
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     sharded_axes = (sharded,) if isinstance(sharded, str) else tuple(sharded)
     values = unshare(tree)
-    # `lax.axis_index` differs along its axes by definition: if its type does not show it, check_vma is off.
+    # `lax.axis_index` differs along its axes by definition. If its type does not show this, check_vma is False.
     if not varying_axes(lax.axis_index(names)):
-        # Every axis matters: the transpose of `shard_map` sums the results of devices over all axes that an input does
-        # not name.
+        # The transpose of `shard_map` sums the cotangents of devices over all axes that the specification of an input
+        # does not name, so every axis must be named here.
         if unnamed := sorted(set(jax.sharding.get_abstract_mesh().manual_axes) - {*names, *sharded_axes}):
             raise Fp8Error(
                 f"replicated got the axes {', '.join(names)}, and the shard_map has {', '.join(unnamed)} as well: "
@@ -148,7 +147,7 @@ def replicated(tree: Any, axes: str | tuple[str, ...], *, sharded: str | tuple[s
 
 @jax.custom_vjp
 def _gate(x: jax.Array, valid: jax.Array) -> jax.Array:
-    # the same twice, so that under vmap the result differs for each example if `valid` does
+    # A selection between equal values, so that under vmap the result is mapped if `valid` is.
     return jnp.where(valid, x, x)
 
 
@@ -166,9 +165,10 @@ def _same_on(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
 
 
 def _same_on_backward(axes: tuple[str, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
-    # As integers: a float `pmax` may lose subnormals. Decoded first, as encoded zeros do not sort as observations.
+    # As integers, because a float `pmax` may lose subnormals. Decoded, because encoded zeros are not in the order of
+    # observations.
     greatest = cotangents.from_ordered(lax.pmax(cotangents.to_ordered(cotangents.decode(g)), axes))
-    # JAX's sum over the devices then has one term
+    # One device returns the maximum and all others zero, so JAX's sum over devices is the maximum.
     return (jnp.where(lax.axis_index(axes) == 0, cotangents.encode(greatest), jnp.zeros_like(greatest)),)
 
 

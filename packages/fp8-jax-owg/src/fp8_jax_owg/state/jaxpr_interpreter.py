@@ -1,9 +1,9 @@
-"""`combining`: interprets a loss so that moved state combines by MAX.
+"""`combining` interprets a loss that moves state in ways JAX cannot differentiate.
 
-JAX differentiates what happens to shared state, and for some moves has no gradient: for a gather it would add to an
-array of the shared dtype. Here the loss is traced and run equation by equation: an equation that moves elements of
-    shared state gets
-a gradient rule, and all others run unchanged.
+`fp8_jax_owg.value_and_grad` falls back to this module if JAX fails to differentiate a loss. JAX has no gradient for
+some operations that move elements of shared state; the gradient of a gather, for example, would add to an array of the
+shared dtype. Here the loss is traced and run equation by equation: equations that move elements of shared state get a
+gradient rule that combines by MAX, and all others run unchanged.
 """
 
 import functools
@@ -22,11 +22,15 @@ from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.cotangents import from_values, is_shared, values_of
 
 MOVES = frozenset({"broadcast_in_dim", "gather", "slice", "tile"})
-"""Primitives that move elements of their first operand, and that JAX transposes with additions or padding."""
+"""Primitives that move elements of their first operand, and whose transposes in JAX add or pad."""
 
 
 def combining(fun: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return `fun` combining observations of shared state, wherever it moves."""
+    """Return `fun`, interpreted so that gradients of moved state combine by MAX.
+
+    Args:
+        fun: Function of a list of arrays, shared or not. It is traced once in each call.
+    """
 
     def run(tree: list[Any]) -> Any:
         leaves, structure = jax.tree.flatten(tree)
@@ -37,45 +41,46 @@ def combining(fun: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def arrays_alone(fun: Callable[..., Any]) -> tuple[Callable[..., list[Any]], Callable[[Iterable[Any]], Any]]:
-    """Return `fun` with array outputs, and a function restoring its result.
+    """Return `fun` with only its array outputs, and their inverse.
 
-    For tracing a function of a user, whose result may hold anything. The second is for after the first was traced.
+    The first function can be traced even if the result of `fun` holds other objects. The second function returns the
+    result of `fun` with other arrays; call it after the first one was traced.
     """
-    found: list[Any] = []
+    latest: list[Any] = []
 
     def is_array(x: Any) -> bool:
         return isinstance(x, jax.Array | np.ndarray)
 
     def flat(*args: Any) -> list[Any]:
-        found[:] = jax.tree.flatten(fun(*args))
-        return [x for x in found[0] if is_array(x)]
+        latest[:] = jax.tree.flatten(fun(*args))
+        return [x for x in latest[0] if is_array(x)]
 
     def rebuild(arrays: Iterable[Any]) -> Any:
-        results, (out, structure) = iter(arrays), found
+        results, (out, structure) = iter(arrays), latest
         return structure.unflatten([next(results) if is_array(x) else x for x in out])
 
     return flat, rebuild
 
 
 def _run(program: Any, values: Sequence[Any]) -> list[Any]:
-    """Return the results of a traced program."""
+    """Run a traced program on values and return its results."""
     consts, program = getattr(program, "consts", ()), getattr(program, "jaxpr", program)
-    known = dict(zip([*program.constvars, *program.invars], [*consts, *values], strict=True))
+    environment = dict(zip([*program.constvars, *program.invars], [*consts, *values], strict=True))
 
     def value(x: Any) -> Any:
-        return x.val if isinstance(x, core.Literal) else known[x]
+        return x.val if isinstance(x, core.Literal) else environment[x]
 
     for equation in program.eqns:
         results = _run_equation(equation, [value(x) for x in equation.invars])
-        known.update(zip(equation.outvars, results, strict=True))
+        environment.update(zip(equation.outvars, results, strict=True))
     return [value(x) for x in program.outvars]
 
 
 def _run_equation(equation: Any, values: list[Any]) -> list[Any]:
-    """Return the results of one equation.
+    """Run one equation on values and return its results.
 
     Raises:
-        Fp8Error: Shared state enters a function that is run otherwise than once, and no loop or branch.
+        Fp8Error: If shared state enters a `while` loop or a function with a custom JVP.
     """
     name, params = equation.primitive.name, equation.params
     if not any(map(is_shared, values)) and not any(map(_holds_state, _programs_in(equation))):
@@ -93,7 +98,7 @@ def _run_equation(equation: Any, values: list[Any]) -> list[Any]:
         return jax.checkpoint(functools.partial(_called, params["jaxpr"]), **options)(*values)
     if name == "shard_map":
         settings = {key: params[key] for key in ("mesh", "in_specs", "out_specs", "check_vma")}
-        # the axes that the body is mapped along, under the name of older versions of JAX or of newer ones
+        # The axes along which the body is mapped have different names in older and newer versions of JAX.
         settings["axis_names"] = params.get("newly_manual_axes") or params["manual_axes"]
         with equation.ctx.manager:
             return list(jax.shard_map(lambda *x: tuple(_run(params["jaxpr"], x)), **settings)(*values))
@@ -110,20 +115,22 @@ def _called(program: Any, *values: Any) -> list[Any]:
 
 
 def _programs_in(equation: Any) -> Sequence[Any]:
-    """Return the programs of a call, a loop or a branch."""
+    """Return the programs of a call, a loop or a condition."""
     params = equation.params
     return params.get("branches") or ([params["jaxpr"]] if "jaxpr" in params else [])
 
 
 def _holds_state(program: Any) -> bool:
-    """Return whether a program shares values that its inputs do not."""
+    """Return whether any equation of a program returns a shared dtype."""
     equations = getattr(program, "jaxpr", program).eqns
     results = [x.aval for equation in equations for x in equation.outvars]
-    return any(map(is_shared, results)) or any(_holds_state(one) for e in equations for one in _programs_in(e))
+    inner_programs = [inner for equation in equations for inner in _programs_in(equation)]
+    return any(map(is_shared, results)) or any(map(_holds_state, inner_programs))
 
 
 def _bind(equation: Any, values: list[Any], **changes: Any) -> list[Any]:
-    # with the settings, of default precision for example, that it was traced with
+    """Run an equation unchanged, except for the parameters in `changes`."""
+    # Under the settings with which it was traced, for example the default precision.
     params = equation.primitive.get_bind_params(equation.params)
     params = {key: changes.get(key, value) for key, value in params.items()}
     with equation.ctx.manager:
@@ -133,7 +140,7 @@ def _bind(equation: Any, values: list[Any], **changes: Any) -> list[Any]:
 
 def _run_scan(equation: Any, values: list[Any]) -> list[Any]:
     params, body = equation.params, equation.params["jaxpr"]
-    # recognized by shapes: scanned values have one dimension less in the body, and stacked ones one more outside
+    # Recognized by shapes: scanned inputs have one dimension less in the body, and so have stacked outputs.
     scanned = sum(x.aval.ndim != inner.aval.ndim for x, inner in zip(equation.invars, body.jaxpr.invars, strict=True))
     carried = sum(x.aval.ndim == inner.aval.ndim for x, inner in zip(equation.outvars, body.jaxpr.outvars, strict=True))
     consts = len(values) - scanned - carried
@@ -149,11 +156,11 @@ def _run_scan(equation: Any, values: list[Any]) -> list[Any]:
 
 
 def _move(equation: Any, values: list[Any]) -> list[Any]:
-    """Return the result of moving the first value by the others."""
+    """Run an equation that moves elements of its first value, differentiably."""
     moved, *rest = values
 
     def apply(x: jax.Array, rest: list[Any]) -> jax.Array:
-        # of element numbers, see `_moved_backward`, -1 marks values from outside
+        # For element numbers (see `_moved_backward`), -1 marks elements from outside of the operand.
         changes = {"fill_value": -1} if x.dtype == jnp.int32 else {}
         return _bind(equation, [x, *rest], **changes)[0]
 
@@ -168,10 +175,10 @@ def _moved(apply: Any, shape: tuple[int, ...], dtype: Any, x: jax.Array, rest: l
 def _moved_backward(
     apply: Any, shape: tuple[int, ...], dtype: Any, rest: list[Any], g: jax.Array
 ) -> tuple[jax.Array, list[None]]:
-    # The same move of the element numbers gives the element of each result.
+    # Moving element numbers in the same way gives the number of the element that each result holds.
     size = math.prod(shape)
     places = apply(jnp.arange(size, dtype=jnp.int32).reshape(shape), rest)
-    # values that a gather found outside of its operand have a number outside, too
+    # Results of a gather from outside of its operand have a number that is outside as well.
     inside = (places >= 0) & (places < size)
     keys = cotangents.to_ordered(jnp.full((size, *dtype.element), cotangents.NOT_OBSERVED))
     keys = keys.at[jnp.where(inside, places, size)].max(cotangents.to_ordered(values_of(g)), mode="drop")
