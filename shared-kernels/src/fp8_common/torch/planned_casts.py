@@ -179,7 +179,7 @@ class TensorwiseCast:
         return Quantized(codes, scale_inv, fmt, None, turned, scale)
 
     def _decided(self, given: dict[str, torch.Tensor], fits: bool) -> object:
-        known, record, check = given["scale_ptr"].dtype == torch.float32, "own_key_ptr" in given, "late_ptr" in given
+        known, record, check = given["scale_ptr"].dtype == torch.float32, "observed_ptr" in given, "late_ptr" in given
         delayed = plans().Delayed(fits, record, check) if known or "delayed_ptr" in given else None
         rule = {"policy": None if known else self._policy, "delayed": delayed}
         if self._transposed is None:

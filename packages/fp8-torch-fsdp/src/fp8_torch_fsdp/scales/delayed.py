@@ -193,7 +193,7 @@ class DelayedScale(nn.Module):
             else {"delayed_ptr": buffers["scale"], "ready_ptr": buffers["ready"]}
         )
         if record:
-            given["own_key_ptr"] = buffers["observed"]
+            given["observed_ptr"] = buffers["observed"]
             if self._must_be_synchronized(record):
                 given["late_ptr"] = buffers["late"]
         return given
