@@ -148,7 +148,7 @@ CHOICES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A stack of equal transformer blocks between an embedding and a head.
+    """A stack of equal transformer blocks between embedding and head.
 
     Attributes:
         blocks: Number of blocks.

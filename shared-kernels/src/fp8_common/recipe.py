@@ -185,8 +185,8 @@ def _check_operands(name: str, product: Product, a: CastRecipe, b: CastRecipe) -
         return
     if _FAMILY[a.granularity] != _FAMILY[b.granularity]:
         raise Fp8Error(
-            f"{where} granularities {a.granularity!r} and {b.granularity!r} cannot be combined in one matmul. Supported "
-            "pairs: tensorwise and rowwise in any combination, blockwise with blockwise, mx with mx."
+            f"{where} granularities {a.granularity!r} and {b.granularity!r} cannot be combined in one matmul. "
+            "Supported pairs: tensorwise and rowwise in any combination, blockwise with blockwise, mx with mx."
         )
     # A device multiplies either OCP or FNUZ formats, see `hardware.native_formats`.
     if a.fp8_format.fnuz != b.fp8_format.fnuz:

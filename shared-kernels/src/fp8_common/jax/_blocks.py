@@ -31,15 +31,15 @@ def quantize_blockwise(
 
     Args:
         x: float16, bfloat16 or float32 [..., M, N]; blocks at the edges may be partial.
-        fmt: The FP8 format.
+        fmt: FP8 format.
         block: (1, 128) for activations and gradients, (128, 128) for weights.
-        policy: The scale rule.
+        policy: Rule for the scales.
 
     Returns:
         float8 data [..., M, N]; float32 scales [..., ceil(M / rows), ceil(N / columns)].
 
     Raises:
-        Fp8Error: Unsupported dtype, format or block.
+        Fp8Error: If the dtype, format or block is not supported.
     """
     as_float32(x)
     return Quantized(*_BLOCKS(x, fmt=get_data_format(fmt), block=check_block(block, np.ndim(x)), policy=policy))
@@ -52,15 +52,15 @@ def quantize_mx(x: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> Quan
 
     Args:
         x: float16, bfloat16 or float32 [..., N]; the last block may be partial.
-        fmt: The element format.
-        mode: How the scale is rounded; see `amax_to_e8m0`.
+        fmt: Format of the elements.
+        mode: Rounding mode of the scale; see `amax_to_e8m0`.
 
     Returns:
         float8 data [..., N]; float8_e8m0fnu scales [..., ceil(N / 32)], which go back from FP8; a NaN scale
         marks a block with an infinity or a NaN, all of whose data is NaN.
 
     Raises:
-        Fp8Error: Unsupported dtype, format or mode.
+        Fp8Error: If the dtype, format or mode is not supported.
     """
     check_block(MX_BLOCK, as_float32(x).ndim)
     data, codes = _MX(x, fmt=get_data_format(fmt), mode=mode)
@@ -75,7 +75,7 @@ def dequantize_blockwise(
     Data are [..., M, N] and scales [..., ceil(M / rows), ceil(N / columns)].
 
     Raises:
-        Fp8Error: Unsupported dtype, format, block or shape of `scale`.
+        Fp8Error: If the dtype, format, block or shape of `scale` is not supported.
     """
     fmt = get_data_format(fmt)
     codes = to_uint8_codes(q, fmt)
@@ -91,7 +91,7 @@ def dequantize_mx(q: ArrayLike, codes: ArrayLike, fmt: str | Format, dtype: DTyp
     Exact in float32, subnormal results included.
 
     Raises:
-        Fp8Error: Unsupported dtype or format, or the shapes do not fit.
+        Fp8Error: If the dtype or format is not supported, or the shapes do not match.
     """
     fmt = get_data_format(fmt)
     data = to_uint8_codes(q, fmt)
@@ -144,7 +144,7 @@ def _expanded(scale: ArrayLike, block: Block, shape: tuple[int, ...]) -> jax.Arr
     """Repeat each block's scale over the block, cut to `shape`.
 
     Raises:
-        Fp8Error: `scale` does not have the shape that `block_grid` gives, or an unsupported dtype.
+        Fp8Error: If `scale` does not have the shape that `block_grid` gives, or an unsupported dtype.
     """
     array = as_float32(scale, "scale")
     if array.shape != block_grid(shape, block):

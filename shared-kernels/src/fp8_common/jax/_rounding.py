@@ -46,7 +46,7 @@ def encode(x: ArrayLike, fmt: str | Format) -> jax.Array:
         uint8 codes of the shape of `x`, equal to `fp8_common.numerics.encode`.
 
     Raises:
-        Fp8Error: Unsupported dtype or format.
+        Fp8Error: If the dtype or the format is not supported.
     """
     return _encode(as_float32(x), fmt=get_data_format(fmt))
 
@@ -67,7 +67,7 @@ def encode_stochastic(x: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -
         uint8 codes of the shape of `x`, equal to `fp8_common.numerics.encode_stochastic` for the same bits.
 
     Raises:
-        Fp8Error: The shapes differ, `random_bits` is not uint32, or `x` or `fmt` is not supported.
+        Fp8Error: If the shapes differ, `random_bits` is not uint32, or `x` or `fmt` is not supported.
     """
     value, fmt = as_float32(x), get_data_format(fmt)
     return _encode_stochastic(value, check_random_bits(random_bits, value.shape), fmt=fmt)
@@ -81,7 +81,7 @@ def decode(codes: ArrayLike, fmt: str | Format) -> jax.Array:
         fmt: A format or its name, E8M0 included; static under jit.
 
     Raises:
-        Fp8Error: `codes` is neither uint8 nor of the format's own dtype.
+        Fp8Error: If `codes` is neither uint8 nor of the format's own dtype.
     """
     fmt = get_format(fmt)
     return _decode(to_uint8_codes(codes, fmt), fmt=fmt)
@@ -134,7 +134,7 @@ def round_to_native(x: jax.Array, fmt: Format, invalid: jax.Array) -> jax.Array:
 
     Args:
         x: float32, any shape.
-        fmt: The format.
+        fmt: FP8 format.
         invalid: Where the NaN code stands, with the sign of `x`; bool of the shape of `x`.
     """
 

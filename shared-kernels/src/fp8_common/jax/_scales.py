@@ -41,15 +41,15 @@ def amax_to_scale(
 
     Args:
         amax: float16, bfloat16 or float32, any shape: max |x| (its sign is ignored).
-        fmt: The format the values go to; static under jit.
-        policy: The rule; static under jit.
+        fmt: Format of the scaled values; static under jit.
+        policy: Rule for the scale; static under jit.
         prev: float32, broadcastable to `amax`: the scale in use, kept depending on the policy; None is 1.0.
 
     Returns:
         float32 of the shape of `amax`.
 
     Raises:
-        Fp8Error: Unknown format, unsupported dtype, or `prev` does not broadcast.
+        Fp8Error: If the format is unknown, the dtype is not supported, or `prev` does not broadcast.
     """
     value = as_float32(amax, "amax")
     fallback = broadcast_scale(np.float32(1) if prev is None else prev, value.shape, "prev")
@@ -78,7 +78,7 @@ def reciprocal(scale: ArrayLike) -> jax.Array:
         float32 of the shape of `scale`.
 
     Raises:
-        Fp8Error: Unsupported dtype.
+        Fp8Error: If the dtype is not supported.
     """
     return _reciprocal(as_float32(scale, "scale"))
 
@@ -178,14 +178,14 @@ def amax_to_e8m0(amax: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> 
 
     Args:
         amax: float16, bfloat16 or float32, any shape: max |x| of each block.
-        fmt: The element format of the block; static under jit.
+        fmt: Format of the elements; static under jit.
         mode: "floor", "ceil", "even", "rceil" or "stable", as in `fp8_common.numerics.amax_to_e8m0`; static under jit.
 
     Returns:
         uint8 codes of the shape of `amax`; 255 (NaN) where amax is infinite or NaN.
 
     Raises:
-        Fp8Error: Unknown mode or format, or unsupported dtype.
+        Fp8Error: If the mode or format is unknown, or the dtype is not supported.
     """
     fmt = get_data_format(fmt)
     check_mode(mode)
@@ -266,7 +266,7 @@ def update_history(history: ArrayLike, amax: ArrayLike, algo: HistoryAlgo = "max
         (new history [L, ...], amax for the next scale [...]), both float32.
 
     Raises:
-        Fp8Error: Shapes do not fit, the history is empty, `algo` is unknown, or a dtype is not supported.
+        Fp8Error: If the shapes do not match, the history is empty, `algo` is unknown, or a dtype is not supported.
     """
     old = lax.stop_gradient(as_float32(history, "history"))
     key = float_key(lax.stop_gradient(as_float32(amax, "amax")))

@@ -30,7 +30,7 @@ def all_codes(fmt: str | Format, *, finite: bool = False) -> NDArray[np.uint8]:
         uint8 [256], or [n] of the finite ones.
 
     Raises:
-        Fp8Error: `fmt` is unknown.
+        Fp8Error: If `fmt` is unknown.
     """
     codes = np.arange(256, dtype=np.uint8)
     return codes[np.isfinite(decode(codes, fmt))] if finite else codes
@@ -59,7 +59,7 @@ def midpoints(fmt: str | Format) -> NDArray[np.float32]:
         float32 [3 * n], exact; negative ones included.
 
     Raises:
-        Fp8Error: `fmt` is E8M0 or unknown.
+        Fp8Error: If `fmt` is E8M0 or unknown.
     """
     values = _positive_values(get_data_format(fmt))
     # Where the value after the largest would be, were the spacing to go on.
@@ -81,7 +81,7 @@ def special_values(dtype: DTypeLike = np.float32) -> NDArray[np.generic]:
         [32], in `dtype`.
 
     Raises:
-        Fp8Error: Another dtype.
+        Fp8Error: If the dtype is not supported.
     """
     dtype = _checked(dtype)
     width = 8 * dtype.itemsize
@@ -126,7 +126,7 @@ def adversarial(fmt: str | Format, dtype: DTypeLike = np.float32, scale: float =
         [n], in `dtype`.
 
     Raises:
-        Fp8Error: Unknown format, another dtype, or a scale that is not positive and finite.
+        Fp8Error: If the format is unknown, the dtype is not supported, or the scale is not positive and finite.
     """
     fmt, dtype = get_data_format(fmt), _checked(dtype)
     if not 0 < scale < np.inf:

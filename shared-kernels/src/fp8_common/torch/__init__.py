@@ -52,7 +52,7 @@ def encode(x: torch.Tensor, fmt: str | Format) -> torch.Tensor:
     """Round to nearest even, saturating; return uint8 codes like `x`.
 
     Raises:
-        Fp8Error: `x` is not float16, bfloat16 or float32, or `fmt` is no data format.
+        Fp8Error: If `x` is not float16, bfloat16 or float32, or `fmt` is no data format.
     """
     finite = rounding.nan_where_infinite(numerics.as_float32(_input(x)))
     return rounding.cast(finite, get_data_format(fmt)).view(torch.uint8)
@@ -70,7 +70,7 @@ def encode_stochastic(x: torch.Tensor, fmt: str | Format, random_bits: torch.Ten
         uint8 codes of the shape of `x`.
 
     Raises:
-        Fp8Error: `fmt` is no data format, or a tensor has another dtype or shape.
+        Fp8Error: If `fmt` is no data format, or a tensor has another dtype or shape.
     """
     finite = rounding.nan_where_infinite(numerics.as_float32(_input(x)))
     return rounding.cast_stochastic(finite, get_data_format(fmt), random_bits).view(torch.uint8)
@@ -82,7 +82,7 @@ def decode(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
     uint8 or the format's own dtype.
 
     Raises:
-        Fp8Error: `codes` has another dtype.
+        Fp8Error: If `codes` has another dtype.
     """
     fmt = get_format(fmt)
     raw = numerics.to_uint8_codes(codes, fmt)
@@ -97,7 +97,7 @@ def amax(x: torch.Tensor, axis: int | Sequence[int] | None = None, keepdims: boo
     With `keepdims`, reduced dimensions have length 1.
 
     Raises:
-        Fp8Error: `x` is not float16, bfloat16 or float32.
+        Fp8Error: If `x` is not float16, bfloat16 or float32.
     """
     x = _input(x)
     if axis is None:
@@ -113,15 +113,15 @@ def amax_to_scale(
 
     Args:
         amax: float32 of any shape, max |x| (its sign is ignored).
-        fmt: The format the values go to.
-        policy: The rule; see `fp8_common.policy`.
+        fmt: Format of the scaled values.
+        policy: Rule for the scale; see `fp8_common.policy`.
         prev: float32, broadcastable to `amax`: the scale in use, kept where amax is zero, infinite or NaN.
 
     Returns:
         float32 of the shape of `amax`.
 
     Raises:
-        Fp8Error: `fmt` is no data format, `amax` is not float16, bfloat16 or float32, or `prev` does not broadcast.
+        Fp8Error: If `fmt` is no data format, `amax` is not float16, bfloat16 or float32, or `prev` does not broadcast.
     """
     kept = None if prev is None else _broadcastable(prev, amax, "prev")
     return casts.scale_from_amax(_input(amax, "amax"), get_data_format(fmt), policy, kept)
@@ -134,15 +134,15 @@ def amax_to_scale_inv(
 
     Args:
         amax: float32 of any shape, max |x| (its sign is ignored).
-        fmt: The format that the values have.
-        policy: The rule; see `fp8_common.policy`.
+        fmt: Format of the scaled values.
+        policy: Rule for the scale; see `fp8_common.policy`.
         prev: float32, broadcastable to `amax`: the scale in use, into FP8.
 
     Returns:
         float32 of the shape of `amax`.
 
     Raises:
-        Fp8Error: `fmt` is no data format, `amax` is not float16, bfloat16 or float32, or `prev` does not broadcast.
+        Fp8Error: If `fmt` is no data format, `amax` is not float16, bfloat16 or float32, or `prev` does not broadcast.
     """
     kept = None if prev is None else _broadcastable(prev, amax, "prev")
     return numerics.scale_inv_from_amax(_input(amax, "amax"), get_data_format(fmt), policy, kept)
@@ -152,7 +152,7 @@ def reciprocal(scale: torch.Tensor) -> torch.Tensor:
     """Return RN32(1 / scale), IEEE division, float32 of the shape of `scale`.
 
     Raises:
-        Fp8Error: `scale` is not float16, bfloat16 or float32.
+        Fp8Error: If `scale` is not float16, bfloat16 or float32.
     """
     return casts.reciprocal(numerics.as_float32(_input(scale, "scale")))
 
@@ -163,13 +163,13 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> torch.T
     Args:
         x: float16, bfloat16 or float32, any shape.
         scale: float32, broadcastable to `x`.
-        fmt: The FP8 format.
+        fmt: FP8 format.
 
     Returns:
         float8 codes of the shape of `x`; NaN where `x` is infinite or NaN.
 
     Raises:
-        Fp8Error: Unsupported dtype, or `scale` does not broadcast to the shape of `x`.
+        Fp8Error: If the dtype is not supported, or `scale` does not broadcast to the shape of `x`.
     """
     return casts.quantize(_input(x), _broadcastable(scale, x), get_data_format(fmt))
 
@@ -182,14 +182,14 @@ def quantize_stochastic(
     Args:
         x: float16, bfloat16 or float32, any shape.
         scale: float32, broadcastable to `x`.
-        fmt: The FP8 format.
+        fmt: FP8 format.
         random_bits: int32 or uint32 of the shape of `x`, uniformly distributed.
 
     Returns:
         float8 codes of the shape of `x`.
 
     Raises:
-        Fp8Error: Unsupported dtype, or a tensor of another shape.
+        Fp8Error: If the dtype is not supported, or the shapes do not match.
     """
     return rounding.quantize_stochastic(_input(x), _broadcastable(scale, x), get_data_format(fmt), random_bits)
 
@@ -202,14 +202,14 @@ def dequantize(
     Args:
         q: float8 or uint8 codes, any shape.
         scale: float32 scale into FP8, broadcastable to `q`.
-        fmt: The FP8 format of `q`.
+        fmt: FP8 format of `q`.
         dtype: float32, float16 or bfloat16.
 
     Returns:
         Values in `dtype`, of the shape of `q`.
 
     Raises:
-        Fp8Error: Unsupported dtype, or `scale` does not broadcast to the shape of `q`.
+        Fp8Error: If the dtype is not supported, or `scale` does not broadcast to the shape of `q`.
     """
     return decoding.dequantize(q, casts.reciprocal(_broadcastable(scale, q)), get_data_format(fmt), dtype)
 
@@ -222,13 +222,13 @@ def fake_quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> to
     Args:
         x: float16, bfloat16 or float32, any shape.
         scale: float32, broadcastable to `x`.
-        fmt: The FP8 format.
+        fmt: FP8 format.
 
     Returns:
         The rounded values, of the dtype and shape of `x`.
 
     Raises:
-        Fp8Error: Unsupported dtype, or `scale` does not broadcast to the shape of `x`.
+        Fp8Error: If the dtype is not supported, or `scale` does not broadcast to the shape of `x`.
     """
     numerics.check_input_dtype(x)
     return _StraightThrough.apply(x, _broadcastable(scale, x), get_data_format(fmt))
@@ -255,15 +255,15 @@ def quantize_rowwise(
 
     Args:
         x: float16, bfloat16 or float32, any shape of at least one dimension.
-        fmt: The FP8 format.
-        axis: The axis that shares a scale: -1 gives a scale per row, 0 a scale per column of a matrix.
-        policy: The scale rule.
+        fmt: FP8 format.
+        axis: Axis whose elements share a scale. For a matrix, -1 gives a scale per row, 0 a scale per column.
+        policy: Rule for the scales.
 
     Returns:
         float8 codes of the shape of `x`; float32 scales of that shape with `axis` of length 1, so that they broadcast.
 
     Raises:
-        Fp8Error: `x` has another dtype, or `fmt` is no data format.
+        Fp8Error: If the dtype of `x` is not supported, or `fmt` is no data format.
     """
     rows = _input(x).movedim(axis, -1)
     cast = casts.quantize_dynamic(rows, get_data_format(fmt), policy, (1, 0))
@@ -279,15 +279,15 @@ def quantize_blockwise(
 
     Args:
         x: float16, bfloat16 or float32 [..., M, N]; blocks at the edges may be partial.
-        fmt: The FP8 format.
+        fmt: FP8 format.
         block: (1, 128) for activations and gradients, (128, 128) for weights.
-        policy: The scale rule.
+        policy: Rule for the scales.
 
     Returns:
         float8 codes [..., M, N]; float32 scales [..., ceil(M / rows), ceil(N / columns)].
 
     Raises:
-        Fp8Error: `x` has another dtype, `fmt` is no data format, or the block cannot cut `x`.
+        Fp8Error: If the dtype of `x` is not supported, `fmt` is no data format, or the block cannot divide `x`.
     """
     cast = casts.quantize_dynamic(_input(x), get_data_format(fmt), policy, check_block(block, x.ndim))
     return Quantized(cast.codes, cast.scale)
@@ -305,7 +305,7 @@ def dequantize_blockwise(
     Args:
         q: float8 or uint8 codes [..., M, N].
         scale: float32 scales into FP8 [..., ceil(M / rows), ceil(N / columns)].
-        fmt: The FP8 format of `q`.
+        fmt: FP8 format of `q`.
         block: (rows, columns) of a block.
         dtype: float32, float16 or bfloat16.
 
@@ -313,7 +313,7 @@ def dequantize_blockwise(
         Values in `dtype`, [..., M, N].
 
     Raises:
-        Fp8Error: Unsupported dtype or format, a block that cannot cut `q`, or scales of another shape.
+        Fp8Error: If the dtype or format is not supported, the block cannot divide `q`, or scales have the wrong shape.
     """
     return decoding.dequantize(q, reciprocal(scale), get_data_format(fmt), dtype, check_block(block, q.ndim))
 
@@ -322,7 +322,7 @@ def amax_to_e8m0(amax: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") 
     """Return uint8 E8M0 codes of `amax`; see `fp8_common.numerics.amax_to_e8m0`.
 
     Raises:
-        Fp8Error: Unknown `mode`, `fmt` is no data format, or `amax` is not float16, bfloat16 or float32.
+        Fp8Error: If `mode` is unknown, `fmt` is no data format, or `amax` is not float16, bfloat16 or float32.
     """
     check_mode(mode)
     return numerics.e8m0_from_amax(numerics.as_float32(_input(amax, "amax")), get_data_format(fmt), mode)
@@ -332,7 +332,7 @@ def e8m0_to_scale(codes: torch.Tensor) -> torch.Tensor:
     """Return float32 scales into FP8, 2^(127-code); NaN for 255.
 
     Raises:
-        Fp8Error: `codes` is neither uint8 nor float8_e8m0fnu.
+        Fp8Error: If `codes` is neither uint8 nor float8_e8m0fnu.
     """
     return numerics.scale_of_e8m0(numerics.to_uint8_codes(codes, E8M0))
 
@@ -341,7 +341,7 @@ def e8m0_to_scale_inv(codes: torch.Tensor) -> torch.Tensor:
     """Return float32 scales back from FP8, 2^(code-127); NaN for 255.
 
     Raises:
-        Fp8Error: `codes` is neither uint8 nor float8_e8m0fnu.
+        Fp8Error: If `codes` is neither uint8 nor float8_e8m0fnu.
     """
     return numerics.scale_inv_of_e8m0(numerics.to_uint8_codes(codes, E8M0))
 
@@ -353,14 +353,14 @@ def quantize_mx(x: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> Q
 
     Args:
         x: float16, bfloat16 or float32 [..., N]; the last block may be partial.
-        fmt: The element format.
-        mode: How the scale is rounded; see `fp8_common.numerics.amax_to_e8m0`.
+        fmt: Format of the elements.
+        mode: Rounding mode of the scale; see `fp8_common.numerics.amax_to_e8m0`.
 
     Returns:
         float8 codes [..., N]; torch.float8_e8m0fnu scales [..., ceil(N / 32)], which go back from FP8.
 
     Raises:
-        Fp8Error: `x` has another dtype or is a scalar, `fmt` is no data format, or `mode` is unknown.
+        Fp8Error: If the dtype of `x` is not supported, `x` is a scalar, `fmt` is no data format, or `mode` is unknown.
     """
     check_mode(mode)
     return Quantized(*casts.quantize_mx(_input(x), get_data_format(fmt), mode))
@@ -374,14 +374,14 @@ def dequantize_mx(
     Args:
         q: float8 or uint8 codes [..., N].
         codes: E8M0 codes [..., ceil(N / 32)], uint8 or torch.float8_e8m0fnu.
-        fmt: The element format.
+        fmt: Format of the elements.
         dtype: float32, float16 or bfloat16.
 
     Returns:
         Values in `dtype`, [..., N].
 
     Raises:
-        Fp8Error: `q` has another dtype, `fmt` is no data format, or E8M0 codes have another shape.
+        Fp8Error: If the dtype of `q` is not supported, `fmt` is no data format, or `codes` has the wrong shape.
     """
     check_block(MX_BLOCK, q.ndim)
     return decoding.dequantize_mx(q, codes, get_data_format(fmt), dtype)
@@ -401,7 +401,7 @@ def update_history(
         (new history [L, ...], amax for the next scale [...]), both float32.
 
     Raises:
-        Fp8Error: Shapes do not fit, the history is empty, or `algo` is unknown.
+        Fp8Error: If the shapes do not match, the history is empty, or `algo` is unknown.
     """
     check_history(tuple(history.shape), tuple(amax.shape), algo)
     return numerics.update_history(_input(history, "history"), _input(amax, "amax"), algo)

@@ -57,7 +57,7 @@ def split_blocks(x: torch.Tensor, scale: torch.Tensor, block: Block) -> tuple[to
     A dimension whose last block is cut off stays whole in the view: the scales are repeated along it.
 
     Raises:
-        Fp8Error: `scale` does not have the shape that `block_grid` gives.
+        Fp8Error: If `scale` does not have the shape that `block_grid` gives.
     """
     if block is None or broadcasts(block):
         return x, scale
@@ -79,7 +79,7 @@ def expand_blocks(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size
     """Repeat each block's scale over the block, cut to `shape`.
 
     Raises:
-        Fp8Error: `scale` does not have the shape that `block_grid` gives.
+        Fp8Error: If `scale` does not have the shape that `block_grid` gives.
     """
     check_grid(scale.shape, block, shape)
     wide = scale.repeat_interleave(block[1], -1).narrow(-1, 0, shape[-1])

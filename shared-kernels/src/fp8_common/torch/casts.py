@@ -214,8 +214,8 @@ def quantize_dynamic(
 
     Args:
         x: float16, bfloat16 or float32, any strides.
-        fmt: The format.
-        policy: The rule for the scales.
+        fmt: FP8 format.
+        policy: Rule for the scales.
         block: Elements per scale.
         fold: float32 [columns]: casts float32(x) * fold instead, with a scale for each row.
         groups: int32 [rows], which names a row of `fold`, then [groups, columns], for each row of `x`.

@@ -54,7 +54,7 @@ def dequantize(
     Args:
         q: uint8 or float8 codes.
         scale_inv: float32 back from FP8, broadcasts to `q`; with `block`, one for each block.
-        fmt: The format.
+        fmt: FP8 format.
         dtype: That of the result.
         block: Elements per scale, if scales do not broadcast.
     """

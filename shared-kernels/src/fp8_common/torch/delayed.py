@@ -190,7 +190,7 @@ def cast_delayed(
         delayed: float32 scalar, the scale of earlier steps.
         ready: bool scalar, whether there is one.
         late: bool scalar, whether it must no longer be used; None skips the check.
-        fmt: The format.
+        fmt: FP8 format.
         policy: The rule for another scale.
         fits: Whether the scale of earlier steps must fit x.
     """

@@ -40,7 +40,7 @@ def check_input_dtype(x: torch.Tensor, what: str = "x") -> torch.Tensor:
     """Return `x`, or raise for unsupported dtypes.
 
     Raises:
-        Fp8Error: `x` is not float16, bfloat16 or float32.
+        Fp8Error: If `x` is not float16, bfloat16 or float32.
     """
     if x.dtype not in INPUT_DTYPES:
         raise Fp8Error(f"{what} must be float16, bfloat16 or float32, got {x.dtype}. Convert it to float32 first.")
@@ -53,7 +53,7 @@ def as_float32(x: torch.Tensor, what: str = "x") -> torch.Tensor:
     Compiled, from its bits in its own dtype.
 
     Raises:
-        Fp8Error: `x` is not float16, bfloat16 or float32.
+        Fp8Error: If `x` is not float16, bfloat16 or float32.
     """
     if x.dtype is torch.float32:
         return x
@@ -70,7 +70,7 @@ def torch_dtype(fmt: str | Format) -> torch.dtype:
     """Return the torch dtype of a format.
 
     Raises:
-        Fp8Error: Unknown format.
+        Fp8Error: If the format is unknown.
     """
     # a Format is used directly: casts call this often
     return _DTYPE_OF[(fmt if isinstance(fmt, Format) else get_format(fmt)).name]
@@ -80,7 +80,7 @@ def to_uint8_codes(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return `codes` as uint8, viewing tensors of the format's own dtype.
 
     Raises:
-        Fp8Error: The dtype is neither uint8 nor the format's own.
+        Fp8Error: If the dtype is neither uint8 nor the format's own.
     """
     native = _DTYPE_OF[fmt.name]
     if codes.dtype is native:

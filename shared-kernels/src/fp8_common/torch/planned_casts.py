@@ -74,13 +74,13 @@ class PlainCast:
     By torch's own operations.
 
     Args:
-        shape: Of the tensors.
-        fmt: The format.
-        policy: The rule for the scales.
+        shape: Shape of the tensors.
+        fmt: FP8 format.
+        policy: Rule for the scales.
         block: Elements per scale.
 
     Attributes:
-        shape: As given.
+        shape: Shape of the tensors.
     """
 
     def __init__(self, shape: Sequence[int], fmt: Format, policy: ScalePolicy, block: Block) -> None:
@@ -104,16 +104,16 @@ class TensorwiseCast:
     """The launches that cast tensors of one shape with one scale.
 
     Args:
-        shape: Of the tensors; with `both` [M, N].
-        dtype: Of the tensors.
-        fmt: The format.
-        policy: The rule for the scale.
+        shape: Shape of the tensors; with `both` [M, N].
+        dtype: dtype of the tensors.
+        fmt: FP8 format.
+        policy: Rule for the scale.
         both: Whether contiguous matrices are cast both ways.
         with_scale: Whether the scale into FP8 is wanted, too.
         one: Shape of a scale: () or (1,), which Inductor does not copy where a kernel writes it.
 
     Attributes:
-        shape: As given.
+        shape: Shape of the tensors.
     """
 
     def __init__(
@@ -196,13 +196,13 @@ class RowsCast:
 
     Args:
         shape: [M, N].
-        dtype: Of the matrices.
-        fmt: The format.
-        policy: The rule for the scales.
+        dtype: dtype of the matrices.
+        fmt: FP8 format.
+        policy: Rule for the scales.
         fold: Whether rows are multiplied by `fold` first; columns are not.
 
     Attributes:
-        shape: As given.
+        shape: Shape of the tensors.
     """
 
     def __init__(
@@ -251,12 +251,12 @@ class TransposedRowsCast:
 
     Args:
         shape: [..., M, N], of one or of a stack.
-        dtype: Of the matrices.
-        fmt: The format.
-        policy: The rule for the scales.
+        dtype: dtype of the matrices.
+        fmt: FP8 format.
+        policy: Rule for the scales.
 
     Attributes:
-        shape: As given.
+        shape: Shape of the tensors.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, fmt: Format, policy: ScalePolicy) -> None:
@@ -287,13 +287,13 @@ class BlocksCast:
 
     Args:
         shape: [M, N].
-        dtype: Of the matrices.
-        fmt: The format.
-        policy: The rule for the scales.
+        dtype: dtype of the matrices.
+        fmt: FP8 format.
+        policy: Rule for the scales.
         block: (1, 128) or (128, 128).
 
     Attributes:
-        shape: As given.
+        shape: Shape of the tensors.
     """
 
     def __init__(

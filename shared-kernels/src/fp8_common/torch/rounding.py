@@ -113,7 +113,7 @@ def cast_stochastic(x: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> 
     """Round float32 `x` at random; see `fp8_common.numerics.encode_stochastic`.
 
     Raises:
-        Fp8Error: `random_bits` is neither int32 nor uint32, or has another shape.
+        Fp8Error: If `random_bits` is neither int32 nor uint32, or has another shape.
     """
     if random_bits.dtype not in (torch.int32, torch.uint32) or random_bits.shape != x.shape:
         raise Fp8Error(
@@ -150,7 +150,7 @@ def values(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32)
 
     Args:
         codes: uint8 or the format's dtype, any shape.
-        fmt: The format.
+        fmt: FP8 format.
         dtype: float32 or bfloat16; both hold every data value exactly.
     """
     codes = to_uint8_codes(codes, fmt)
