@@ -170,7 +170,7 @@ def _limit(scale: NDArray[np.float32], policy: ScalePolicy) -> NDArray[np.float3
 def _replace_unusable(
     scale: NDArray[np.float32], key: NDArray[np.int32], policy: ScalePolicy, prev: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Apply the policy to scales for an amax of zero, infinity or NaN."""
+    """Replace the scales of an amax that is zero, infinite or NaN."""
     # Selected by the bits of amax: after the limits, the scales of zero and infinity are ordinary numbers.
     replacement = {"previous": prev, "one": np.float32(1)}
     if policy.zero != "eps":
