@@ -179,6 +179,6 @@ def test_the_command_prints_a_table_for_a_file(tmp_path, capsys):
     assert "| no | yes |" in said
     assert "causal: no: with input[" in said
     assert "It cannot give those of: " in said
-    for target, message in ((f"{file}:other", "has no function 'other'"), ("no.py:f", "there is no file 'no.py'")):
+    for target, message in ((f"{file}:other", "has no function 'other'"), ("no.py:f", "There is no file 'no.py'")):
         assert _command.main(["certify", target]) == 2
         assert message in capsys.readouterr().err

@@ -10,9 +10,9 @@ A scale maps values into the range of a format, a cast rounds them to 8-bit code
     >>> fp8.dequantize(codes, scale, fp8.E4M3)
     array([ 0.10044643, -3.        ,  1.5       ], dtype=float32)
 
-`fp8_common.torch` and `fp8_common.jax` have the same functions on tensors and arrays, equal bit for bit. More of them
-are in `numerics`, the formats in `formats`, scale policies in `presets`, and layer patterns in `rules`. Importing this
-package loads neither torch nor jax nor triton.
+`fp8_common.torch` and `fp8_common.jax` have the same functions on tensors and arrays, equal bit for bit. `numerics` has
+all NumPy functions, `formats` the formats, `presets` scale policies of other projects, `recipe` the recipes, and
+`rules` patterns of layer names. Importing this package loads neither torch nor jax nor triton.
 """
 
 from fp8_common import formats, numerics, presets, recipe, rules

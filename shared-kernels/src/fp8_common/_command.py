@@ -1,10 +1,12 @@
 """The `fp8` command.
 
-`fp8 doctor` reports the FP8 paths of this machine, `fp8 advise` whether FP8 pays, `fp8 certify` the dependences of the
-numbers of recipes or of a model. `fp8 watch` shows the log of a run.
+- `fp8 doctor` reports how this machine runs FP8.
+- `fp8 advise` estimates whether FP8 makes the training of a model faster.
+- `fp8 certify` tests which bitwise properties the numbers of recipes, or of a model, have.
+- `fp8 watch` shows the log of a run.
 
-Exit codes: 0 done; 1 `fp8 doctor` found a broken plugin, something is not installed, or `fp8 watch --once` shows a
-layer that needs action; 2 bad input, or an output that cannot be written, explained in one sentence.
+Exit codes: 0 on success; 1 if `fp8 doctor` finds a broken plugin, `fp8 watch --once` shows a layer that needs action,
+or a required package is not installed; 2 on bad input or an output that cannot be written, with one sentence on stderr.
 """
 
 import argparse
@@ -41,26 +43,26 @@ from fp8_common.recipe import GRANULARITIES
 from fp8_common.testing.certify import PROPERTIES, check, engines, explanations, from_file, rows, table
 
 READER_GONE = 128 + 13
-"""Exit status of a shell for a program that SIGPIPE ended."""
+"""Exit status that shells report for a program ended by SIGPIPE."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports bad arguments in one sentence, with suggestions.
+    """Argument parser whose errors are one sentence with a suggestion.
 
-    argparse would print the whole usage.
+    `argparse.ArgumentParser` prints the usage instead.
 
     Attributes:
-        options: Options of any command, with "--".
+        options: Options of all commands, including "--".
     """
 
     options: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit."""
-        told, _, choices = message.partition(" (choose from")
+        problem, _, choices = message.partition(" (choose from")
         known = [*self.options, *re.findall(r"[\w-]+", choices)]
-        # argparse's sentences end with the user's words
-        given = told.partition(": ")[2].replace("invalid choice:", "").replace("'", "").split()
+        # Messages of argparse end with the words that the user wrote.
+        given = problem.partition(": ")[2].replace("invalid choice:", "").replace("'", "").split()
         near = [match for word in given for match in difflib.get_close_matches(word.partition("=")[0], known, 1)]
         hint = f" Did you mean {near[0]}?" if near else ""
         self.exit(2, f"{self.prog}: {message.rstrip('.')}.{hint} See {self.prog} --help.\n")
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the `fp8` command and return its exit code.
 
     Args:
-        argv: The arguments without the program's name; None takes the process's own.
+        argv: Arguments without the program's name; None reads `sys.argv`.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     name = " ".join(["fp8", *(argument for argument in arguments[:1] if not argument.startswith("-"))])
@@ -79,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options = _parser().parse_args(arguments or ["--help"])
             return options.run(options)
         finally:
-            sys.stdout.flush()  # here, not while the interpreter ends, where an error would be a traceback
+            sys.stdout.flush()  # now, because an error at the end of the interpreter prints a traceback
     except BrokenPipeError:  # `fp8 doctor | head -1`: the reader has closed the pipe
         _discard_output()
         return READER_GONE
@@ -93,39 +95,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="fp8", description="What this machine does with FP8, and whether FP8 is worth it for a model.")
+    parser = Parser(prog="fp8", description="Report how this machine runs FP8, and whether FP8 pays for a model.")
     parser.add_argument("--version", action="version", version=f"fp8-common {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    doctor = commands.add_parser(
-        "doctor", help="what this machine, its frameworks and plugins will do with FP8, and why"
-    )
-    doctor.add_argument("--gpu", metavar="NAME", help='another GPU than this machine has, such as "RTX 4090" or H200')
+    doctor = commands.add_parser("doctor", help="report how this machine, its frameworks and plugins run FP8, and why")
+    doctor.add_argument("--gpu", metavar="NAME", help='report on another GPU, such as "RTX 4090" or H200')
     doctor.set_defaults(run=_doctor)
-    advisor = commands.add_parser("advise", help="which configuration to take for a model, by a model of its step")
+    advisor = commands.add_parser("advise", help="recommend a configuration for a model, from a modelled step")
     advisor.set_defaults(run=_advise)
-    certifier = commands.add_parser("certify", help="what numbers depend on: of all recipes installed, or of a model")
+    certifier = commands.add_parser("certify", help="test bitwise properties of all installed recipes, or of a model")
     certifier.add_argument(
         "target", nargs="?", metavar="FILE.py:factory", help="a function that returns (model, inputs)"
     )
-    certifier.add_argument("--properties", nargs="+", metavar="PROPERTY", help=f"of {', '.join(PROPERTIES)}")
+    certifier.add_argument(
+        "--properties", nargs="+", metavar="PROPERTY", help=f"some of {', '.join(PROPERTIES)} (default all)"
+    )
     certifier.set_defaults(run=_certify)
-    watcher = commands.add_parser("watch", help="the state of FP8 layers of a run, live, from its log")
+    watcher = commands.add_parser("watch", help="show the state of a run's FP8 layers, live, from its log")
     watcher.add_argument("path", metavar="RUN", help="the log, or the folder that holds it as fp8.jsonl")
     watcher.add_argument(
-        "--once", action="store_true", help="print it once and end; exit code 1 if a layer needs action"
+        "--once", action="store_true", help="print the newest step and exit, with 1 if a layer needs action"
     )
     watcher.set_defaults(run=lambda options: watch(options.path, once=options.once))
     for command in (doctor, advisor, certifier):
         command.add_argument("--json", action="store_true", help="write JSON")
     add, job = advisor.add_argument, advise.Job(shape=advise.SHAPES["llama3-8b"])
     add("--model", default="llama3-8b", help="a hub name, or the config.json of a decoder (default %(default)s)")
-    add("--ranks", type=int, default=job.ranks, help="devices, over all of which it is sharded (default %(default)s)")
-    add("--device", choices=advise.ACCELERATORS, default="h100", help="its rates (default %(default)s)")
-    add("--links", choices=advise.LINKS, default="infiniband-400", help="the network (default %(default)s)")
-    add("--tokens", type=int, default=job.tokens, help="of a micro-batch on one device (default %(default)s)")
+    add("--ranks", type=int, default=job.ranks, help="devices; the model is sharded over all (default %(default)s)")
+    add("--device", choices=advise.ACCELERATORS, default="h100", help="kind of device (default %(default)s)")
+    add("--links", choices=advise.LINKS, default="infiniband-400", help="network (default %(default)s)")
+    add("--tokens", type=int, default=job.tokens, help="tokens per micro-batch and device (default %(default)s)")
     add("--sequence", type=int, help=f"length of a sequence (default {advise.SEQUENCE}, or --tokens if that is less)")
-    add("--micro-batches", type=int, default=1, help="of one optimizer step (default %(default)s)")
-    add("--measured", type=float, metavar="T", help="tokens per second and device that bf16 reaches, if you know it")
+    add("--micro-batches", type=int, default=1, help="micro-batches per optimizer step (default %(default)s)")
+    add("--measured", type=float, metavar="T", help="measured tokens per second and device in bf16, if known")
     texts = "".join(command.format_help() for command in (doctor, advisor, certifier, watcher))
     parser.options = re.findall(r"--[a-z-]+", texts)
     return parser
@@ -149,33 +151,33 @@ def _advise(options: argparse.Namespace) -> int:
 def _certify(options: argparse.Namespace) -> int:
     properties = options.properties or PROPERTIES
     check(properties)
-    logging.disable(logging.WARNING)  # of models that are made and thrown away
+    logging.disable(logging.WARNING)  # the models exist for this test only
     try:
         target = options.target
-        certificates = {target: from_file(target, properties)} if target else _made(rows(properties))
+        certificates = {target: from_file(target, properties)} if target else _certificates(rows(properties))
     finally:
         logging.disable(logging.NOTSET)
     facts = {
         name: {each: dataclasses.asdict(answer) for each, answer in row.items()} for name, row in certificates.items()
     }
-    told = [table(certificates, properties), "", *engines(certificates), "", *explanations(certificates)]
-    _write(facts if options.json else "\n".join(told))
+    lines = [table(certificates, properties), "", *engines(certificates), "", *explanations(certificates)]
+    _write(facts if options.json else "\n".join(lines))
     return 0
 
 
-def _made(makers: Iterable[tuple[str, Callable[[], Any]]]) -> dict[str, Any]:
-    """Return each function's certificate by name.
+def _certificates(subjects: Iterable[tuple[str, Callable[[], Any]]]) -> dict[str, Any]:
+    """Run the functions and return their certificates by name.
 
-    A terminal shows which one runs, and about how long it takes.
+    On a terminal, stderr shows the current name and the estimated time that is left.
     """
-    named, certificates, began = list(makers), {}, time.monotonic()
-    for count, (name, make) in enumerate(named):
+    named, certificates, began = list(subjects), {}, time.monotonic()
+    for count, (name, certify) in enumerate(named):
         if sys.stderr.isatty():
             left = (time.monotonic() - began) * (len(named) - count) / count if count else 0.0
-            told = f", about {left:.0f} s left" * bool(count)
-            sys.stderr.write(f"\r\x1b[K{count + 1} of {len(named)}: {name}{told}")
+            remaining = f", about {left:.0f} s left" * bool(count)
+            sys.stderr.write(f"\r\x1b[K{count + 1} of {len(named)}: {name}{remaining}")
             sys.stderr.flush()
-        certificates[name] = make()
+        certificates[name] = certify()
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
     return certificates
@@ -193,13 +195,13 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def paths(machine: Machine, device: Device, choice: Backend) -> tuple[PathStatus, ...]:
-    """Return every FP8 path on one device of the machine."""
+    """Return the status of all FP8 paths on a device."""
     cast = cast_path(device, backend=choice, triton=machine.versions.get("triton"))
     return (cast, *(matmul_path(device, granularity) for granularity in GRANULARITIES), GATHER)
 
 
 def doctor_facts(machine: Machine, plugins: Sequence[PluginReport], choice: Backend) -> dict[str, Any]:
-    """Return the whole report as JSON can carry it."""
+    """Return the report of `fp8 doctor` as JSON values."""
     return {
         "schema": 1,
         "fp8_common": __version__,
@@ -223,11 +225,11 @@ def doctor_facts(machine: Machine, plugins: Sequence[PluginReport], choice: Back
 
 
 def doctor_text(machine: Machine, plugins: Sequence[PluginReport], choice: Backend) -> str:
-    """Return the report for people."""
+    """Return the report of `fp8 doctor` as text."""
     device = machine.accelerator
     shown = paths(machine, device, choice)
     lines = [f"fp8-common {__version__} on {machine.system}, Python {machine.python}, {machine.cores} cores"]
-    lines += ["", "Devices", *aligned([_device_row(one) for one in machine.devices], "  ")]
+    lines += ["", "Devices", *aligned([_device_row(each) for each in machine.devices], "  ")]
     lines += ["", f"FP8 on {device.label} ({device.name})", *_path_lines(shown, "  ")]
     tried = status_rows(device)
     known = load_status()["words"].items()
@@ -247,7 +249,7 @@ def _device_row(device: Device) -> tuple[str, str]:
 
 
 def _plugin_lines(plugins: Sequence[PluginReport], shown: Sequence[PathStatus]) -> list[str]:
-    """Return each plugin's report; of paths already `shown`, only names."""
+    """Return each plugin's report, with only the names of paths in `shown`."""
     if not plugins:
         return ["  none installed; fp8-torch-fsdp is the one for PyTorch FSDP2"]
     lines = []
@@ -262,18 +264,18 @@ def _plugin_lines(plugins: Sequence[PluginReport], shown: Sequence[PathStatus]) 
     return lines
 
 
-def _path_lines(found: Sequence[PathStatus], indent: str) -> list[str]:
-    """Return a line per status and reason, with their paths' names."""
-    folded = _folded(((path.status, path.why), path.name) for path in found)
+def _path_lines(statuses: Sequence[PathStatus], indent: str) -> list[str]:
+    """Return a line for each status and reason, with its paths' names."""
+    folded = _folded(((path.status, path.why), path.name) for path in statuses)
     return aligned([(status, f"{names}: {why}") for (status, why), names in folded], indent)
 
 
 def _folded(pairs: Iterable[tuple[Any, str]]) -> list[tuple[Any, str]]:
-    """Return each key once, with all of its names."""
-    names: dict[Any, list[str]] = {}
+    """Return each key once, with all its names."""
+    names_of: dict[Any, list[str]] = {}
     for key, name in pairs:
-        names.setdefault(key, []).append(name)
-    return [(key, ", ".join(those)) for key, those in names.items()]
+        names_of.setdefault(key, []).append(name)
+    return [(key, ", ".join(names)) for key, names in names_of.items()]
 
 
 def _write(report: Any) -> None:
@@ -282,11 +284,11 @@ def _write(report: Any) -> None:
 
 
 def _discard_output() -> None:
-    """Discard output that the interpreter would flush at its end.
+    """Redirect stdout to the null device.
 
-    The flush would fail again.
+    Otherwise the interpreter flushes the rest at its end, and fails again.
     """
-    with contextlib.suppress(OSError, ValueError):  # a stream of a test has no descriptor
+    with contextlib.suppress(OSError, ValueError):  # streams in tests have no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""The environment variable of the packages; no other file reads the environment.
+"""Environment variable of the packages; no other module reads the environment.
 
 | variable | values | meaning |
 |---|---|---|
@@ -22,14 +22,14 @@ def backend(environ: Mapping[str, str] | None = None) -> Backend:
     """Return the requested implementation; "auto" if the variable is unset or empty.
 
     Args:
-        environ: The environment to read; None reads the process's own, at every call.
+        environ: Environment to read. None reads that of the process, at every call.
 
     Raises:
-        Fp8Error: The variable holds anything but one of `BACKENDS`.
+        Fp8Error: If the variable holds a value that is not in `BACKENDS`.
     """
     # An empty variable counts as unset, so that `NAME= command` overrides one that is exported.
     value = (os.environ if environ is None else environ).get(BACKEND_VARIABLE) or "auto"
-    for known in BACKENDS:  # and not `in`, so that type checkers see one of them returned
+    for known in BACKENDS:  # a loop instead of `in`, so that type checkers infer the Literal
         if value == known:
             return known
     raise Fp8Error(f"{BACKEND_VARIABLE} must be one of {', '.join(BACKENDS)}, got {value!r}. Unset it for auto.")

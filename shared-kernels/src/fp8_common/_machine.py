@@ -1,10 +1,10 @@
 """Devices, CPU and versions of this machine, and tested hardware.
 
-Nothing is inspected before `detect` is called. It imports no framework that is not installed, and one that is
-installed but broken becomes a note, never an error.
+Nothing is inspected before `detect` is called. `detect` imports installed frameworks only, and a broken one becomes a
+note, never an error.
 
-Only `status.json` records which paths ran, for `fp8 doctor` and for the tables of the documents. Nothing is derived
-from the device's abilities (`fp8_common.hardware`): a path can be native and never have run.
+`status.json` is the only record of the paths that ran, for `fp8 doctor` and for the tables of the documents. It is not
+derived from the abilities of devices (`fp8_common.hardware`): a path can be native although it never ran.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ DISTRIBUTIONS = (
     "jaxlib",
     "flax",
 )
-"""The distributions whose versions a report names, where they are installed."""
+"""Distributions whose versions are reported if they are installed."""
 
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
 DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -54,18 +54,18 @@ LIBRARIES: dict[str, Callable[[Any], str | None]] = {
     "cuDNN": lambda torch: "{}.{}.{}".format(*_parts_of_cudnn(torch.backends.cudnn.version())),
     "NCCL": lambda torch: ".".join(map(str, torch.cuda.nccl.version())),
 }
-"""torch's functions for the versions of its libraries."""
+"""Functions of the torch module that return the versions of its libraries."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Result of `detect`.
+    """Devices and software of this machine, from `detect`.
 
     Attributes:
         system: Operating system and machine type.
         python: Version of the interpreter.
         cores: Logical CPU cores that this process may use.
-        devices: The CPU, then every accelerator.
+        devices: The CPU, then all accelerators.
         versions: Installed distributions and their versions.
         notes: Problems and remarks, one sentence each.
     """
@@ -79,17 +79,17 @@ class Machine:
 
     @property
     def accelerator(self) -> Device:
-        """The device that work runs on: the first accelerator, else the CPU."""
+        """Device that computes: the first accelerator, else the CPU."""
         return self.devices[1] if len(self.devices) > 1 else self.devices[0]
 
     def matmul_path(self, granularity: Granularity) -> PathStatus:
-        """Return the path of matmuls of one granularity on the accelerator."""
+        """Return the status of matmuls of one granularity on the accelerator."""
         return matmul_path(self.accelerator, granularity)
 
     def plugin_path(self, name: str, status: Status, why: str) -> PathStatus:
-        """Return a plugin's path status.
+        """Return a `PathStatus` for a path that only a plugin has.
 
-        The path is known only to the plugin; see `fp8_common.hardware.PathStatus`.
+        Arguments are the fields of `fp8_common.hardware.PathStatus`.
         """
         return PathStatus(name=name, status=status, why=why)
 
@@ -97,17 +97,17 @@ class Machine:
 def detect() -> Machine:
     """Detect devices, frameworks and versions.
 
-    Through nvidia-smi and the installed frameworks.
+    Accelerators are listed by torch, else by JAX, else by nvidia-smi.
     """
     versions = installed_versions()
     accelerators: list[Device] = []
     notes: list[str] = []
     for name, probe in (("torch", _torch_devices), ("jax", _jax_devices)):
-        # The first framework that sees an accelerator is enough: importing the other costs seconds and GPU memory.
+        # The first framework that lists an accelerator suffices: importing the other costs seconds and GPU memory.
         if name in versions and not accelerators:
             accelerators, note = _try_framework(name, probe)
             notes += [note] if note else []
-    # Queried last: it cannot detect whether a framework can use the GPU, the subject of the report.
+    # Queried last, because nvidia-smi does not show whether a framework can use the GPU.
     if not accelerators and (accelerators := nvidia_smi_devices()):
         notes.append("The driver sees a GPU that no installed framework can use; install a build with GPU support.")
     notes += dict.fromkeys(filter(None, map(link_note, accelerators)))
@@ -136,15 +136,15 @@ def installed_versions() -> dict[str, str]:
 
 
 def nvidia_smi_devices() -> list[Device]:
-    """Return the NVIDIA driver's GPUs, none without nvidia-smi.
+    """Return the GPUs of NVIDIA's driver.
 
-    None also if it fails.
+    The list is empty if nvidia-smi is missing or fails.
     """
-    return parse_nvidia_smi(_answer_of(NVIDIA_SMI))
+    return parse_nvidia_smi(_output_of(NVIDIA_SMI))
 
 
-def _answer_of(command: Sequence[str]) -> str:
-    """Return a driver command's output, "" if it fails."""
+def _output_of(command: Sequence[str]) -> str:
+    """Return the output of a command, or "" if it fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:
@@ -155,54 +155,58 @@ def _answer_of(command: Sequence[str]) -> str:
 
 
 def libraries(torch: Any) -> dict[str, str]:
-    """Return versions of NVIDIA's driver and of torch's libraries.
+    """Return the known versions of NVIDIA's driver and of torch's libraries.
 
-    Unknown ones are left out.
+    Args:
+        torch: The torch module, or None if it is not imported.
     """
-    versions = {"driver": next(iter(_answer_of(DRIVER).split()), None)}
-    for name, ask in LIBRARIES.items():
-        with contextlib.suppress(Exception):  # of builds that lack it
-            versions[name] = ask(torch)
+    versions = {"driver": next(iter(_output_of(DRIVER).split()), None)}
+    for name, version_of in LIBRARIES.items():
+        with contextlib.suppress(Exception):  # some builds lack the library
+            versions[name] = version_of(torch)
     return {name: version for name, version in versions.items() if version}
 
 
 def _parts_of_cudnn(version: int) -> tuple[int, int, int]:
-    """Return the numbers in 91002, which stands for 9.10.2."""
+    """Return (9, 10, 2) for the version 91002."""
     major, rest = divmod(version, 10000)
     return (major, *divmod(rest, 100))
 
 
 def parse_nvidia_smi(answer: str) -> list[Device]:
-    """Return the devices in lines of "name, compute capability"; skip other lines."""
+    """Return the devices in lines of "name, compute capability".
+
+    Other lines are skipped.
+    """
     devices = []
     for line in answer.splitlines():
         name, _, capability = line.partition(",")
-        # nvidia-smi writes messages such as "[N/A]" where a field is not known.
-        if found := parse_version(capability.strip()):
-            devices.append(Device(kind="nvidia", name=name.strip(), capability=found))
+        # nvidia-smi writes "[N/A]" or another message for an unknown field.
+        if parsed := parse_version(capability.strip()):
+            devices.append(Device(kind="nvidia", name=name.strip(), capability=parsed))
     return devices
 
 
 def parse_version(version: str | None) -> tuple[int, int] | None:
-    """Return the first two numbers of a version.
+    """Return the first two numbers of a version such as "12.9".
 
-    Such as "12.9"; None for None, and for other texts.
+    Returns None for None and for texts that do not begin with two numbers.
     """
     numbers = (version or "").split(".")[:2]
     return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 and all(map(str.isdigit, numbers)) else None
 
 
 def _try_framework(name: str, probe: Callable[[Any], list[Device]]) -> tuple[list[Device], str | None]:
-    """Import a framework and list its devices; failures become notes."""
+    """Import a framework and list its devices; a failure becomes a note."""
     try:
         return probe(importlib.import_module(name)), None
-    except Exception as error:  # a broken installation may raise anything; the report must go on
+    except Exception as error:  # a broken installation may raise any error; the report continues
         _log.info("%s cannot be used", name, exc_info=True)
         return [], f"{name} is installed but cannot be used: {type(error).__name__}: {first_line(error)}"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text."""
+    """Return the first line of an exception's message."""
     return next(iter(str(error).strip().splitlines()), "no message")
 
 
@@ -214,7 +218,7 @@ def _torch_devices(torch: Any) -> list[Device]:
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         if torch.version.hip:
-            # "gfx942:sramecc+:xnack-": feature flags follow the target.
+            # "gfx942:sramecc+:xnack-": feature flags follow the target
             arch = facts.gcnArchName.partition(":")[0]
             device = Device(kind="amd", name=facts.name, arch=arch)
         else:
@@ -236,7 +240,7 @@ def _jax_devices(jax: Any) -> list[Device]:
 
 def processor_name() -> str:
     """Return the processor's name."""
-    # On Linux `platform.processor()` is empty or the machine type; /proc/cpuinfo has the name.
+    # On Linux `platform.processor()` returns "" or the machine type; /proc/cpuinfo has the name.
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -248,48 +252,48 @@ def processor_name() -> str:
 
 @functools.cache
 def load_status() -> dict[str, Any]:
-    """Return the file.
+    """Return the contents of `status.json`.
 
-    It has `words` (their meanings), `columns` (titles), `devices` (key, title, status) and `gpus` (name, target, links,
-    whether it ran).
+    `words` has the meaning of each word of a status, `columns` the title of each column, `devices` the key, title and
+    status of each class of devices, and `gpus` the name, target, links and runs of each GPU.
     """
     return json.loads(resources.files("fp8_common").joinpath("status.json").read_text())
 
 
 def kind_of(device: Device) -> str:
-    """Return the status file's key for `device`."""
+    """Return the key of a device's class in `status.json`."""
     if device.kind in ("cpu", "amd"):
         return device.kind
     if device.kind != "nvidia":
         return "other"
     if not native_formats(device):
         return "before_sm_89"
-    # Code for one capability is not code for another: 12.0 is newer than 10.0 and was never compiled for.
+    # Code for one capability does not run on another: nothing was compiled for 12.0, although it is newer than 10.0.
     return device.label if device.label in {entry["key"] for entry in load_status()["devices"]} else "newer"
 
 
 def entry_of(device: Device) -> dict[str, Any]:
-    """Return the file's key, title and words for similar devices.
+    """Return the entry of a device's class: its key, title and status.
 
-    Words are a list by column.
+    The status is a list of words for each column.
     """
-    (found,) = (entry for entry in load_status()["devices"] if entry["key"] == kind_of(device))
-    return found
+    (matching,) = (entry for entry in load_status()["devices"] if entry["key"] == kind_of(device))
+    return matching
 
 
 def status_rows(device: Device) -> list[tuple[str, str]]:
-    """Return (title of the column, its words) for devices like this one."""
+    """Return (column title, words) of the status of a device's class."""
     columns, status = load_status()["columns"], entry_of(device)["status"]
     return [(title, ", ".join(status[name])) for name, title in columns.items()]
 
 
 def gpu_named(name: str) -> Device:
-    """Return the GPU of a name such as "RTX 4090".
+    """Return the device for a name such as "RTX 4090" or "4090".
 
-    Also "4090", as torch for CUDA 13.0 would find it.
+    The device has the facts that torch for CUDA 13.0 reports.
 
     Raises:
-        Fp8Error: The file has no such GPU, or several.
+        Fp8Error: If `status.json` has no such GPU, or several.
     """
     known = load_status()["gpus"]
     wanted = _plain(name)
@@ -302,9 +306,9 @@ def gpu_named(name: str) -> Device:
 
 
 def gpu_entry(device: Device) -> dict[str, Any] | None:
-    """Return the file's entry of a GPU, None if unknown.
+    """Return the entry of a GPU in `status.json`, or None.
 
-    Name, target, links, ran.
+    It has the keys "name", "target", "links" and "ran".
     """
     plain_name = _plain(device.name)
     matches = [
@@ -314,9 +318,9 @@ def gpu_entry(device: Device) -> dict[str, Any] | None:
 
 
 def gpu_table() -> list[tuple[str, ...]]:
-    """Return the file's GPUs with their paths, headings first.
+    """Return the table of GPUs and their paths in `docs/status.md`.
 
-    For `docs/status.md`.
+    The first row has the headings.
     """
     rows: list[tuple[str, ...]] = [
         ("GPU", "target", "casts", "tensorwise", "row-wise", "block-wise", "MX", "links", "ran")
@@ -325,21 +329,22 @@ def gpu_table() -> list[tuple[str, ...]]:
         device = _gpu_device(gpu)
         cast = "kernels" if cast_path(device, backend="auto", triton="3.9").status == "native" else "operations"
         compiled = "compiled for" in entry_of(device)["status"]["casts"]
-        products = (matmul_path(device, each).status for each in ("tensorwise", "rowwise", "blockwise_1x128", "mx"))
+        matmuls = (matmul_path(device, each).status for each in ("tensorwise", "rowwise", "blockwise_1x128", "mx"))
         casts = f"{cast}, compiled for" if compiled else cast
-        rows.append((gpu["name"], gpu["target"], casts, *products, gpu["links"], gpu["ran"]))
+        rows.append((gpu["name"], gpu["target"], casts, *matmuls, gpu["links"], gpu["ran"]))
     return rows
 
 
 def link_note(device: Device) -> str:
-    """Return advice on communication for PCIe GPUs, else ""."""
+    """Return advice on communication for a GPU linked by PCIe, else ""."""
     entry = gpu_entry(device)
     if "PCIe" not in device.name and (entry is None or entry["links"] != "PCIe"):
         return ""
     return (
         f"{device.name} is linked by PCIe, where bytes between GPUs cost most. convert_to_float8_training gathers "
-        "weights in one byte; after fully_shard, fp8_torch_fsdp.compress_communication(model, gradients=True) reduces "
-        "gradients in one, too. fp8 advise --links pcie-100 estimates both."
+        "weights in one byte per element; after fully_shard, "
+        "fp8_torch_fsdp.compress_communication(model, gradients=True) also reduces gradients in one byte. "
+        "fp8 advise --links pcie-100 estimates both."
     )
 
 

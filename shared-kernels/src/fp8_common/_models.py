@@ -1,6 +1,6 @@
-"""Sizes of models that `fp8 advise` knows by name.
+"""Sizes of the models that `fp8 advise` accepts by name.
 
-From the `config.json` on the Hugging Face hub.
+They are from the `config.json` files on the Hugging Face hub.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ def _decoder(
     } | more
 
 
-def _experts(count: int, chosen: int, hidden: int | None = None) -> dict[str, Any]:
+def _experts(count: int, per_token: int, hidden: int | None = None) -> dict[str, Any]:
     """Return the fields of experts that replace the gated linear unit."""
     fields = {} if hidden is None else {"moe_intermediate_size": hidden}
-    return {"num_experts": count, "num_experts_per_tok": chosen} | fields
+    return {"num_experts": count, "num_experts_per_tok": per_token} | fields
 
 
 LLAMA2, LLAMA3, QWEN3, TIED = 32000, 128256, 151936, {"tie_word_embeddings": True}
@@ -53,4 +53,4 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "openai/gpt-oss-20b": _decoder(2880, 24, 64, 2880, 201088, kv=8, head_dim=64, **_experts(32, 4)),
 }
 SHORT = {"llama3-8b": "meta-llama/Llama-3.1-8B", "llama3-70b": "meta-llama/Llama-3.1-70B"}
-"""Short names of some."""
+"""Short names of some models."""

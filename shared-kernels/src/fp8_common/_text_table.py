@@ -4,9 +4,11 @@ from collections.abc import Sequence
 
 
 def aligned(lines: Sequence[Sequence[str]], indent: str = "") -> list[str]:
-    """Align the columns of rows; return lines.
+    """Return lines of text with aligned columns.
 
-    The last column is not padded.
+    Args:
+        lines: Rows of cells. The last column is not padded.
+        indent: Prefix of each line.
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
     return [

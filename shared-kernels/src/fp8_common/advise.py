@@ -1,11 +1,16 @@
 """Model of an FSDP training step in seven configurations.
 
-Modelled, not measured. FSDP gathers each block before its forward and again before its backward, and reduces its
-gradients after it. A block's gather overlaps with the matmuls of the previous block, a reduction with the next block's;
-the longer part is exposed, as are the first gathers of forward and backward and the last reduction. A collective over N
-ranks moves (N - 1) / N of its bytes over each device's link inside a node and, from two nodes on, its share between
-nodes. Casts and elementwise operations move bytes at the device's bandwidth. AdamW reads and writes 28 bytes per
-parameter, divided over the ranks.
+All times are modelled, not measured. The assumptions are:
+
+- FSDP gathers each block before its forward and again before its backward, and reduces its gradients after the
+  backward.
+- The gather of a block overlaps with the matmuls of the previous block, and a reduction with those of the next block.
+  The excess of communication over matmuls is exposed, and so are the first gathers of forward and backward, and the
+  last reduction.
+- A collective over N ranks moves (N - 1) / N of its bytes over each device's link inside a node and, from two nodes on,
+  its share between nodes.
+- Casts and elementwise operations are bound by the device's bandwidth.
+- AdamW reads and writes 28 bytes per parameter, divided over the ranks.
 """
 
 import dataclasses
@@ -20,24 +25,24 @@ from fp8_common._models import CONFIGS, SHORT
 from fp8_common.errors import Fp8Error
 
 WORTH, SAME, SEQUENCE = 1.05, 0.02, 8192
-"""Speed-up from which FP8 is recommended; the share of time within which the simpler of two configurations is; and the
-tokens of a sequence where none are given."""
+"""Least speed-up for which FP8 is recommended; relative difference of times for which the simpler configuration is
+recommended; default length of a sequence in tokens."""
 OPTIMIZER_BYTES, STATE_BYTES = 28, 16
-"""Bytes per parameter that AdamW moves; and of float32 weight, gradient and two moments."""
+"""Bytes per parameter that AdamW moves, and bytes of the float32 weight, gradient and two moments."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Accelerator:
     """Rates of one device.
 
-    Large matmuls reach an assumed share of the data sheet.
+    The rates of `ACCELERATORS` are assumed shares of the data sheet, see `of_data_sheet`.
 
     Attributes:
-        bf16: FLOP/s of bf16 matmuls: 70 % of the dense rate.
-        fp8: FLOP/s of FP8 matmuls with one scale for each operand: 65 %; 0 without FP8 units.
-        attention: FLOP/s of fused attention in bf16: 45 %.
-        bandwidth: Bytes per second of elementwise kernels: 90 %.
-        memory: Bytes.
+        bf16: FLOP/s of large bf16 matmuls.
+        fp8: FLOP/s of large FP8 matmuls with one scale for each operand; 0 without FP8 units.
+        attention: FLOP/s of fused attention in bf16.
+        bandwidth: Bytes per second of elementwise kernels.
+        memory: Bytes of memory.
     """
 
     bf16: float
@@ -48,23 +53,30 @@ class Accelerator:
 
     @classmethod
     def of_data_sheet(cls, bf16: float, fp8: float, bandwidth: float, memory: float) -> Self:
-        """Return a device by its data sheet.
+        """Return a device that reaches assumed shares of its data sheet.
 
-        Dense FLOP/s in bf16 and FP8, bytes per second, and bytes.
+        bf16 matmuls reach 70 % of the rate, FP8 matmuls 65 %, attention 45 % of the bf16 rate, and elementwise kernels
+        90 % of the bandwidth.
+
+        Args:
+            bf16: Dense FLOP/s in bf16.
+            fp8: Dense FLOP/s in FP8; 0 without FP8 units.
+            bandwidth: Bytes per second of the memory.
+            memory: Bytes of memory.
         """
         return cls(0.70 * bf16, 0.65 * fp8, 0.45 * bf16, 0.90 * bandwidth, memory)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Links:
-    """Network of one device, each direction.
+    """Network of one device, in each direction.
 
-    80 % of its specification; latencies are assumptions.
+    `LINKS` has 80 % of the specified rates; latencies are assumptions.
 
     Attributes:
         inside: Bytes per second and device inside a node of eight.
         between: Bytes per second and device between nodes.
-        latency: Seconds of a collective for each doubling of the number of ranks.
+        latency: Seconds per collective for each doubling of the number of ranks.
     """
 
     inside: float
@@ -74,16 +86,16 @@ class Links:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """One configuration.
+    """One configuration of a training step.
 
     Attributes:
         name: Name in tables.
         rate: Share of the device's FP8 rate that matmuls reach; None for bf16 matmuls.
-        cast_bytes: Bytes that casts move in addition to bf16, for each token and unit of width of a Llama block.
-        weight_bytes: Bytes of one gathered element.
-        gradient_bytes: Bytes of one element of a reduced gradient.
-        before: Python that a script runs before `fully_shard`.
-        after: Python that it runs after it.
+        cast_bytes: Bytes that a Llama block moves in addition to bf16, per token and unit of width.
+        weight_bytes: Bytes per gathered element.
+        gradient_bytes: Bytes per element of a reduced gradient.
+        before: Python line to run before `fully_shard`.
+        after: Python line to run after `fully_shard`.
     """
 
     name: str
@@ -109,8 +121,9 @@ LINKS = {
 NODE = 8
 _RANKS = (1, 2, 4, *(NODE << n for n in range(12)))
 
-# Bytes outside of matmuls that a compiled Llama block of width 4096 moves for 8192 tokens, counted: bf16 4.41e9,
-# tensorwise 9.93e9, delayed 10.79e9, row-wise 9.89e9. That row-wise matmuls reach 85 % of tensorwise ones is assumed.
+# Counted bytes that a compiled Llama block of width 4096 moves outside of matmuls for 8192 tokens: bf16 4.41e9,
+# tensorwise 9.93e9, delayed 10.79e9, row-wise 9.89e9. Row-wise matmuls are assumed to reach 85 % of the tensorwise
+# rate.
 ELEMENTS = 4096 * 8192
 BF16_BYTES = 4.41e9 / ELEMENTS
 FP8_GRADIENT = 1 + 4 / 128
@@ -130,20 +143,20 @@ CHOICES = (
         "tensorwise, FP8 all-gather and reduce-scatter", 1.0, 5.52e9 / ELEMENTS, 1.0, FP8_GRADIENT, _TENSORWISE, _REDUCE
     ),
 )
-"""From the simplest to the most different; speed-ups are relative to the first."""
+"""Configurations, beginning with the simplest; speed-ups are relative to the first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A stack of equal transformer blocks between an embedding and a head.
+    """A stack of equal transformer blocks between embedding and head.
 
     Attributes:
         blocks: Number of blocks.
         width: Width of the hidden states.
         weights: Elements of the linear layers of one block, all experts included.
-        active: Elements that a token is multiplied with.
+        active: Elements of one block that a token is multiplied with.
         vocabulary: Rows of embedding and head together; 0 leaves them out.
-        rows_per_expert: Rows of an expert for each token of a micro-batch, chosen experts over all; 0 without experts.
+        rows_per_expert: Rows of an expert per token of a micro-batch: experts per token / experts; 0 without experts.
     """
 
     blocks: int
@@ -155,17 +168,17 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Elements of blocks, embedding and head; norms and biases are left out."""
+        """Number of elements of blocks, embedding and head, without norms and biases."""
         return self.blocks * self.weights + self.vocabulary * self.width
 
     @classmethod
     def from_config(cls, path: Path) -> Self:
-        """Read a decoder's `config.json`.
+        """Read the shape of a decoder from its `config.json`.
 
-        Grouped queries and gated linear units, with or without experts.
+        The decoder has multi-head or grouped-query attention and gated linear units, with or without experts.
 
         Raises:
-            Fp8Error: The file cannot be read, lacks a size, or has another kind of attention.
+            Fp8Error: If the file cannot be read, lacks a size, or has latent attention.
         """
         try:
             config = json.loads(path.read_text())
@@ -177,10 +190,14 @@ class ModelShape:
 
     @classmethod
     def of_fields(cls, config: Mapping[str, Any], where: str) -> Self:
-        """Return the shape of a configuration's fields; errors name `where`.
+        """Return the shape for the fields of a `config.json`.
+
+        Args:
+            config: Fields of the configuration.
+            where: Name of the configuration in errors.
 
         Raises:
-            Fp8Error: A field is missing, or the attention is of a kind that is not modelled.
+            Fp8Error: If a field is missing, or the model has latent attention.
         """
         experts = next(
             (config[name] for name in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(name)), 0
@@ -210,19 +227,18 @@ class ModelShape:
 
 SHAPES = {name: ModelShape.of_fields(config, name) for name, config in CONFIGS.items()}
 SHAPES |= {short: SHAPES[name] for short, name in SHORT.items()}
-"""Models by their name on the Hugging Face hub, and some by a short one."""
+"""Models by their name on the Hugging Face hub, and some by a short name."""
 
 
 def shape_of(model: str) -> ModelShape:
-    """Return a model's shape by `SHAPES` name or `config.json` path.
-
-    Names are not case-sensitive.
+    """Return the shape of a model given by name or path.
 
     Args:
-        model: A name with or without its owner, a file, or a folder with a `config.json`.
+        model: Name in `SHAPES`, with or without its owner and in any case; or a JSON file, or a folder with a
+            `config.json`.
 
     Raises:
-        Fp8Error: It is none of these.
+        Fp8Error: If the name is unknown, or `ModelShape.from_config` rejects the file.
     """
     names = {name.lower(): name for name in SHAPES}
     names |= {name.lower().rpartition("/")[2]: name for name in SHAPES}
@@ -235,8 +251,8 @@ def shape_of(model: str) -> ModelShape:
         return ModelShape.from_config(path)
     near = [names[name] for name in difflib.get_close_matches(model.lower(), names, 3)]
     raise Fp8Error(
-        f"{model!r} is no file, and no model that is known by name. {'Near ones' if near else 'Known'}: "
-        f"{', '.join(dict.fromkeys(near)) or ', '.join(SHAPES)}. Of any other decoder, pass its config.json."
+        f"{model!r} is no file and no known model. {'Similar names' if near else 'Known models'}: "
+        f"{', '.join(dict.fromkeys(near)) or ', '.join(SHAPES)}. For any other decoder, pass its config.json."
     )
 
 
@@ -245,16 +261,16 @@ class Job:
     """A training job: model, devices and batch.
 
     Attributes:
-        shape: The model.
-        ranks: Devices, over all of which it is sharded; beyond 8 in whole nodes of 8.
+        shape: Shape of the model.
+        ranks: Number of devices, over all of which the model is sharded; above 8, a multiple of 8 (full nodes).
         tokens: Tokens of one micro-batch on one device.
         sequence: Length of a sequence, for attention.
-        micro_batches: Micro-batches of an optimizer step; each gathers again, gradients are reduced once.
+        micro_batches: Micro-batches per optimizer step. Each gathers weights again; gradients are reduced once.
         recompute: Share of the forward's matmuls that the backward computes again (activation checkpointing).
-        accelerator: The device.
-        links: The network.
-        measured: Measured tokens per second and device of bf16 on this job, if known. The time that the model does not
-            explain is then added to every configuration: FP8 does not change its causes.
+        accelerator: Rates of the device.
+        links: Rates of the network.
+        measured: Measured tokens per second and device of this job in bf16, if known. The time that the model does not
+            explain is then added to each configuration, because FP8 does not change its causes.
     """
 
     shape: ModelShape
@@ -288,11 +304,11 @@ class Estimate:
     """Modelled seconds of one optimizer step in one configuration.
 
     Attributes:
-        choice: The configuration.
-        matmuls: Matmuls and attention.
-        casts: Casts.
-        other: Elementwise operations, the optimizer, and the excess of a measured bf16 step over the model.
-        exposed: Communication that nothing hides.
+        choice: Configuration.
+        matmuls: Seconds of matmuls and attention.
+        casts: Seconds of casts.
+        other: Seconds of elementwise operations and the optimizer, and of a measured bf16 step in excess of its model.
+        exposed: Seconds of communication that does not overlap with computation.
     """
 
     choice: Choice
@@ -308,9 +324,10 @@ class Estimate:
 
 
 def memory(job: Job) -> float:
-    """Return a device's bytes before activations.
+    """Return the bytes that a device needs before activations.
 
-    Its part of the state, and two gathered blocks.
+    They hold the device's shard of weights, gradients and moments, and with several ranks two gathered blocks in bf16,
+    or half of embedding and head if that is larger.
     """
     shape = job.shape
     gathered = 2.0 * max(2 * shape.weights, shape.vocabulary * shape.width // 2) if job.ranks > 1 else 0.0
@@ -318,12 +335,12 @@ def memory(job: Job) -> float:
 
 
 def rows_that_repay(device: Accelerator) -> tuple[float, float]:
-    """Return the rows that repay a weight's cast.
+    """Return the numbers of rows from which FP8 repays a weight's cast.
 
-    For casts with one read of the weight, and with two.
-
-    A cast moves 4 or 6 bytes for each element, and each row saves three matmuls of two FLOPs their difference of rates.
-    Casts of activations come on top; where ranks cast shards, less is to repay. Infinite without FP8 units.
+    The two numbers are for casts that read the weight once and twice, which move 4 and 6 bytes per element. Per
+    element, each row takes six FLOPs in the three matmuls of a layer, and FP8 saves the difference of their times.
+    Casts of activations are not included; if ranks cast shards only, fewer rows suffice. Without FP8 units, both are
+    infinite.
     """
     saved = 6 * (1 / device.bf16 - 1 / device.fp8) if device.fp8 else 0.0
     low, high = (bytes_ / device.bandwidth / saved if saved > 0 else math.inf for bytes_ in (4, 6))
@@ -331,23 +348,24 @@ def rows_that_repay(device: Accelerator) -> tuple[float, float]:
 
 
 def _about_experts(job: Job, best: Choice) -> str:
-    """Return a warning about experts with few rows, else ""."""
+    """Return a warning if experts get too few rows, else ""."""
     rows, (low, high) = job.tokens * job.shape.rows_per_expert, rows_that_repay(job.accelerator)
     if best.rate is None or not 0 < rows < high:
         return ""
     return (
-        f" An expert gets {rows:.0f} rows of a micro-batch; casts of its weight are repaid from some {low:.0f} to "
-        f"{high:.0f} on: give a device more tokens, or measure experts in bf16 too."
+        f" An expert gets {rows:.0f} rows of a micro-batch; casts of its weight pay from some {low:.0f} to {high:.0f} "
+        "rows on. Use more tokens per device, or also measure experts in bf16."
     )
 
 
 def advise(job: Job) -> tuple[str, list[Estimate]]:
-    """Return a recommendation in words and all estimates.
+    """Recommend a configuration for a job.
 
-    Estimates of all `CHOICES` that the device supports.
+    Returns:
+        The recommendation in words, and the estimates of all `CHOICES` that the device supports.
 
     Raises:
-        Fp8Error: The model does not fit, or the measured bf16 is faster than the model.
+        Fp8Error: If the model does not fit in memory, or the measured bf16 step is faster than its estimate.
     """
     needed, has = memory(job), job.accelerator.memory
     if needed > has:
@@ -358,18 +376,18 @@ def advise(job: Job) -> tuple[str, list[Estimate]]:
             f"{has / 1e9:.0f}. {f'Take at least {enough} devices.' if enough else 'No number of devices is enough.'}"
         )
     estimates = [estimate(job, choice) for choice in CHOICES if choice.rate is None or job.accelerator.fp8]
-    base, fastest = estimates[0], min(estimates, key=lambda one: one.seconds)
-    best = next(one for one in estimates if one.seconds <= fastest.seconds * (1 + SAME))
+    base, fastest = estimates[0], min(estimates, key=lambda each: each.seconds)
+    best = next(each for each in estimates if each.seconds <= fastest.seconds * (1 + SAME))
     if base.seconds < WORTH * best.seconds:
         shares = (
             f"matmuls take {base.matmuls / base.seconds:.0%}, exposed communication {base.exposed / base.seconds:.0%}"
         )
         return f"Take bf16: nothing is {WORTH - 1:.0%} faster; of its step {shares}.", estimates
     # A job that already reduces gradients in bf16 gains less.
-    wide = estimates[1]
-    ratio = wide.seconds / best.seconds
-    reduced = best is not wide and wide.seconds < base.seconds
-    also = f" ({ratio:.2f}x bf16 with gradients reduced in bf16)" if reduced else ""
+    bf16_reduced = estimates[1]
+    ratio = bf16_reduced.seconds / best.seconds
+    differs = best is not bf16_reduced and bf16_reduced.seconds < base.seconds
+    also = f" ({ratio:.2f}x bf16 with gradients reduced in bf16)" if differs else ""
     advice = (
         f"Take {best.choice.name}: {base.seconds / best.seconds:.2f}x bf16{also}. Matmuls {1e3 * base.matmuls:.0f} -> "
         f"{1e3 * best.matmuls:.0f} ms, exposed communication {1e3 * base.exposed:.0f} -> {1e3 * best.exposed:.0f} ms, "
@@ -379,14 +397,14 @@ def advise(job: Job) -> tuple[str, list[Estimate]]:
 
 
 def estimate(job: Job, choice: Choice) -> Estimate:
-    """Return the estimate of one configuration.
+    """Estimate the step of a job in one configuration.
 
     Raises:
-        Fp8Error: The measured bf16 is faster than the model.
+        Fp8Error: If the measured bf16 step is faster than its estimate.
     """
-    found = _modelled(job, choice)
+    modelled_step = _modelled(job, choice)
     if job.measured is None:
-        return found
+        return modelled_step
     tokens = job.micro_batches * job.tokens
     modelled = _modelled(job, CHOICES[0]).seconds
     if tokens / job.measured < modelled:
@@ -394,7 +412,7 @@ def estimate(job: Job, choice: Choice) -> Estimate:
             f"{job.measured:g} tokens per second in bf16 are more than the {tokens / modelled:.0f} that the model "
             "allows. Its rates are too low for this machine: give an Accelerator with those you measured."
         )
-    return dataclasses.replace(found, other=found.other + tokens / job.measured - modelled)
+    return dataclasses.replace(modelled_step, other=modelled_step.other + tokens / job.measured - modelled)
 
 
 def _modelled(job: Job, choice: Choice) -> Estimate:
@@ -405,8 +423,8 @@ def _modelled(job: Job, choice: Choice) -> Estimate:
     # causal: half of 4 * sequence * width for each token
     attention = 2 * shape.blocks * job.sequence * shape.width * job.tokens / device.attention
     forward, backward = linear + head + attention, (2 + job.recompute) * linear + 2 * head + 2.5 * attention
-    wide = shape.blocks * job.tokens * shape.width / device.bandwidth
-    casts, elementwise = choice.cast_bytes * wide, BF16_BYTES * wide
+    seconds_per_byte = shape.blocks * job.tokens * shape.width / device.bandwidth
+    casts, elementwise = choice.cast_bytes * seconds_per_byte, BF16_BYTES * seconds_per_byte
     optimizer = OPTIMIZER_BYTES * shape.parameters / job.ranks / device.bandwidth
     return Estimate(
         choice=choice,
@@ -418,7 +436,7 @@ def _modelled(job: Job, choice: Choice) -> Estimate:
 
 
 def _exposed(job: Job, choice: Choice, forward: float, backward: float) -> float:
-    """Return the seconds of communication that nothing hides."""
+    """Return the seconds of communication that does not overlap."""
     blocks, outside = job.shape.blocks, job.shape.vocabulary * job.shape.width
     gather = _collective(job, choice.weight_bytes * job.shape.weights)
     reduce = _collective(job, choice.gradient_bytes * job.shape.weights)
@@ -432,7 +450,7 @@ def _exposed(job: Job, choice: Choice, forward: float, backward: float) -> float
 
 
 def _collective(job: Job, nbytes: float) -> float:
-    """Return how long a collective of `nbytes`, all ranks' parts together, takes."""
+    """Return the seconds of a collective; `nbytes` includes all ranks' parts."""
     if job.ranks == 1:
         return 0.0
     nodes, local = max(1, job.ranks // NODE), min(job.ranks, NODE)
@@ -446,7 +464,7 @@ def _devices(count: int) -> str:
 
 
 def report(job: Job) -> str:
-    """Return recommendation, Python lines and a table."""
+    """Return the recommendation, its Python lines, and a table of estimates."""
     advice, estimates = advise(job)
     best = next(option.choice for option in estimates if advice.startswith(f"Take {option.choice.name}:"))
     code = [line for line in (best.before, "fully_shard(model)  # and its blocks", best.after) if line]
@@ -462,10 +480,10 @@ def report(job: Job) -> str:
 
 
 def facts(job: Job) -> dict[str, Any]:
-    """Return advice, job and estimates as JSON can carry them."""
+    """Return the recommendation, job and estimates as JSON values."""
     advice, estimates = advise(job)
     rows = [dataclasses.asdict(option) | {"seconds": option.seconds} for option in estimates]
-    told = {"advice": advice, "job": dataclasses.asdict(job), "memory": memory(job), "estimates": rows}
-    if math.isinf(told["job"]["accelerator"]["memory"]):
-        told["job"]["accelerator"]["memory"] = None  # JSON has no infinity
-    return told
+    values = {"advice": advice, "job": dataclasses.asdict(job), "memory": memory(job), "estimates": rows}
+    if math.isinf(values["job"]["accelerator"]["memory"]):
+        values["job"]["accelerator"]["memory"] = None  # JSON has no infinity
+    return values

@@ -1,22 +1,22 @@
 """Exceptions of the fp8 packages.
 
-A message has the problem, the given value and the remedy.
+A message gives the problem, the given value and the remedy.
 """
 
 
 class Fp8Error(ValueError):
-    """Invalid value, name or combination; base of all errors here.
+    """Invalid value, name or combination; base class of all errors.
 
-    It is a `ValueError`, so code that already handles bad values handles it too.
+    It is a `ValueError`, so code that handles bad values handles it, too.
     """
 
 
 class Fp8UnsupportedError(Fp8Error, RuntimeError):
-    """Unsupported by the hardware or an installed version.
+    """Operation that the hardware or an installed version does not support.
 
-    The message has a workaround.
+    The message gives a workaround.
     """
 
 
 class Fp8StaleError(Fp8Error, RuntimeError):
-    """Cached FP8 codes or scales no longer belong to their weight."""
+    """FP8 codes or scales that no longer match their weight."""

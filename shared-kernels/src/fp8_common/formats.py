@@ -1,9 +1,7 @@
 """`Format`: fields, limits and special codes of 8-bit formats.
 
-No other file repeats these numbers.
-
-Source: OCP 8-bit Floating Point Specification (E4M3, E5M2), OCP Microscaling Specification (E8M0), and the
-FNUZ variants of "8-bit Numerical Formats for Deep Neural Networks" (arXiv:2206.02915).
+No other module repeats these numbers. Sources: OCP 8-bit Floating Point Specification (E4M3, E5M2), OCP Microscaling
+Specification (E8M0), and "8-bit Numerical Formats for Deep Neural Networks", arXiv:2206.02915 (FNUZ formats).
 """
 
 import dataclasses
@@ -17,7 +15,7 @@ from fp8_common.errors import Fp8Error
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """One 8-bit floating point format.
+    """An 8-bit floating point format.
 
     Attributes:
         name: Short name, e.g. "e4m3".
@@ -26,13 +24,13 @@ class Format:
         mantissa_bits: Width of the stored mantissa field.
         bias: Exponent bias.
         max_code: Code of the largest finite positive value.
-        nan_code: Code that `encode` writes for a NaN (the sign bit is added where the format has one for NaN).
+        nan_code: Code that `encode` writes for NaN. Signed formats other than FNUZ ones add the sign bit.
         signed: Whether bit 7 is a sign; E8M0 is unsigned.
-        fnuz: Whether the format has no infinity, one NaN (0x80) and no negative zero.
-        has_infinity: Whether the format has codes for infinity (E5M2 alone).
+        fnuz: Whether the format has no infinity, a single NaN (0x80) and no negative zero.
+        has_infinity: Whether the format has codes for infinity (E5M2 only).
         max: Largest finite value.
-        min_exponent: Exponent of the smallest normal value; subnormals share it. E8M0 has none and uses its lowest code
-            too.
+        min_exponent: Exponent of the smallest normal value, shared by subnormals. E8M0 has no subnormals: its lowest
+            code is a normal value with this exponent.
     """
 
     name: str
@@ -50,22 +48,22 @@ class Format:
     min_exponent: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Find the limits."""
-        # By ml_dtypes, an implementation independent of this package's own `decode`. Now: compilers that trace casts
-        # cannot look into NumPy, nor into a property that is kept when it is first read.
+        """Compute the limits."""
+        # ml_dtypes is independent of this package's `decode`. The limits are fields, because compilers that trace casts
+        # support neither NumPy nor a cached property.
         object.__setattr__(self, "max", float(np.uint8(self.max_code).view(self.numpy_dtype)))
         object.__setattr__(self, "min_exponent", int(self.signed) - self.bias)
 
     @cached_property
     def numpy_dtype(self) -> np.dtype:
-        """The ml_dtypes dtype of this format."""
+        """ml_dtypes dtype of this format."""
         return np.dtype(getattr(ml_dtypes, self.dtype_name))
 
     @property
     def max_exponent(self) -> int:
-        """floor(log2(max)): 8 for E4M3, 15 for E5M2.
+        """floor(log2(max)), 8 for E4M3 and 15 for E5M2.
 
-        The MX specification calls it emax.
+        The MX specification calls this exponent emax.
         """
         return (self.max_code >> self.mantissa_bits) - self.bias
 
@@ -76,7 +74,7 @@ class Format:
 
     @property
     def smallest_subnormal(self) -> float:
-        """Smallest positive value: a subnormal step, or E8M0's smallest value."""
+        """Smallest positive value: a subnormal one, except for E8M0."""
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
     def __str__(self) -> str:
@@ -129,20 +127,20 @@ E8M0 = Format(
 )
 
 FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E8M0)}
-"""Every format by its short name."""
+"""All formats by short name."""
 
 DATA_FORMATS: tuple[Format, ...] = (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)
-"""The formats that hold data; E8M0 holds block scales only."""
+"""Formats for data; E8M0 is for block scales only."""
 
 
 def get_format(fmt: str | Format) -> Format:
-    """Return the `Format` for a name, or the format itself.
+    """Return the `Format` for a name.
 
     Args:
-        fmt: A `Format`, a short name ("e4m3") or a dtype name ("float8_e4m3fn").
+        fmt: Short name ("e4m3"), dtype name ("float8_e4m3fn"), or a `Format`, which is returned unchanged.
 
     Raises:
-        Fp8Error: The name belongs to no format.
+        Fp8Error: If the name is unknown.
     """
     if isinstance(fmt, Format):
         return fmt
@@ -153,10 +151,10 @@ def get_format(fmt: str | Format) -> Format:
 
 
 def get_data_format(fmt: str | Format) -> Format:
-    """Like `get_format`, for formats that can hold data: everything but E8M0.
+    """Return the `Format` for a name, for formats of data.
 
     Raises:
-        Fp8Error: The name belongs to no format, or to E8M0.
+        Fp8Error: If the name is unknown, or is the name of E8M0.
     """
     form = get_format(fmt)
     if form == E8M0:

@@ -1,10 +1,8 @@
 """FP8 paths of a device, as functions of its facts.
 
-Nothing here inspects the machine.
-
-Sources: NVIDIA's cuBLASLt documentation (FP8 matmuls and their scale modes by compute capability), and
-`torch._scaled_mm` accepts, and AMD's CDNA3 and CDNA4 instruction set guides. `fp8_common._machine` gathers the
-facts.
+Nothing here inspects the machine; `fp8_common._machine` gathers the facts. Sources: NVIDIA's cuBLASLt documentation
+(FP8 matmuls and their scale modes by compute capability), the arguments that `torch._scaled_mm` accepts, and AMD's
+CDNA3 and CDNA4 instruction set guides.
 """
 
 import dataclasses
@@ -21,47 +19,47 @@ RowsLibrary = Literal["cublas", "cutlass", ""]
 GroupedMatmuls = Literal["table", "library", "own"]
 GroupedProduct = Literal["rows", "over rows"]
 
-# gfx942 multiplies the FNUZ variants, every other device with FP8 units the OCP formats.
+# gfx942 multiplies the FNUZ formats, all other devices with FP8 units the OCP formats.
 OCP = ("e4m3", "e5m2")
 FNUZ = ("e4m3fnuz", "e5m2fnuz")
 
 KERNEL_CAPABILITY = (8, 9)
-"""The first CUDA compute capability with FP8 conversion instructions, which the kernels use."""
+"""First CUDA compute capability with FP8 conversion instructions, which the kernels use."""
 KERNEL_FORMATS = (E4M3, E5M2)
-"""The formats that kernels write."""
+"""Formats that kernels write."""
 
 BLOCK_CAPABILITY = (9, 0)
-"""The one compute capability for which cuBLAS multiplies with float32 scales of blocks: later ones have MX scales."""
+"""Only compute capability for which cuBLAS applies float32 block scales; later ones have MX scales."""
 BLOCK_CUDA = (12, 9)
-"""The first CUDA that does."""
+"""First CUDA version whose cuBLAS applies float32 block scales."""
 ROWS_CUDA = (12, 9)
-"""The first CUDA with which cuBLAS multiplies with scales of rows, on Hopper; CUTLASS does elsewhere."""
+"""First CUDA version whose cuBLAS applies row scales on Hopper. CUTLASS applies them otherwise."""
 ROWS_MAJORS = (9, 10, 11, 12)
-"""The major compute capabilities for which torch has matmuls with scales of rows, besides 8.9."""
+"""Major compute capabilities, in addition to 8.9, for which torch has matmuls with row scales."""
 MX_MAJOR = 10
-"""The major compute capability for which cuBLAS multiplies with MX scales in the order that is written here."""
+"""Major compute capability whose order of MX scales in cuBLAS is supported here."""
 MX_CUDA = (12, 8)
-"""The first CUDA that does."""
+"""First CUDA version whose cuBLAS applies MX scales."""
 
 GROUPED_CAPABILITY = (9, 0)
-"""The compute capability for which torch has grouped FP8 matmuls with scales of rows: later ones have MX scales."""
+"""Compute capability for which torch has grouped FP8 matmuls with row scales; later ones have MX scales."""
 OWN_GROUPED: dict[tuple[GroupedProduct, int, int], int] = {}
-"""Minimum rows per expert for an own grouped matmul, by kind, N and K; other sizes use the library.
+"""Minimum rows per expert for this package's grouped kernels, by kind, N and K. Other shapes use the library.
 
-A shape belongs here once its kernel was measured to be 1.15 times as fast as the library on a GPU. None was measured.
+Add a shape once its kernel was measured to be 1.15 times as fast as the library on a GPU. None was measured so far.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """The facts about one device on which its FP8 paths depend.
+    """Facts about one device that determine its FP8 paths.
 
     Attributes:
         kind: Vendor, or "cpu".
-        name: Name for people.
+        name: Product name.
         capability: CUDA compute capability of an NVIDIA device, e.g. (9, 0).
         arch: LLVM target of an AMD device, e.g. "gfx942".
-        cuda: The CUDA version that the torch which found it was built with, e.g. (12, 9); None if it was not torch.
+        cuda: CUDA version of the torch build that listed the device, e.g. (12, 9); None if torch did not list it.
     """
 
     kind: Kind
@@ -83,10 +81,10 @@ class PathStatus:
     """Status of one FP8 operation on a device, with a reason.
 
     Attributes:
-        name: The operation: "cast", "all-gather" or a granularity of matmuls.
-        status: "native": FP8 hardware or kernels; "reference": plain framework operations, equal bit for bit;
-            "emulated": FP8 numbers, multiplied in a wider format; "unavailable": raises an error.
-        why: One sentence.
+        name: Operation: "cast", "all-gather", or the granularity of a matmul.
+        status: "native" (FP8 hardware or kernels), "reference" (framework operations, equal bit for bit), "emulated"
+            (FP8 values, multiplied in a wider format) or "unavailable" (raises an error).
+        why: Reason, one sentence.
     """
 
     name: str
@@ -97,13 +95,13 @@ class PathStatus:
 GATHER = PathStatus(
     name="all-gather",
     status="native",
-    why="FP8 data travels as uint8, which every backend carries (gloo refuses float8, NCCL does below sm_90).",
+    why="FP8 codes are sent as uint8, which every backend supports (gloo rejects float8, as does NCCL below sm_90).",
 )
-"""How FP8 data crosses between processes: the same everywhere."""
+"""Status of FP8 communication between processes, the same on every device."""
 
 
 def native_formats(device: Device) -> tuple[str, ...]:
-    """Return short names of formats that the device multiplies natively."""
+    """Return the short names of formats that the device multiplies natively."""
     if device.kind == "nvidia" and device.capability is not None and device.capability >= (8, 9):
         return OCP
     if device.kind == "amd" and device.arch is not None:
@@ -115,29 +113,34 @@ def native_formats(device: Device) -> tuple[str, ...]:
 
 
 def has_kernels(fmt: str | Format, policy: ScalePolicy | None = None) -> bool:
-    """Return whether kernels support a format and policy.
+    """Return whether kernels support a data format and a policy.
 
-    The reference supports everything else.
+    The MX kernel is not included: policies with the formula "e8m0" give False.
     """
     form = fmt if isinstance(fmt, Format) else get_data_format(fmt)
     return form in KERNEL_FORMATS and (policy is None or policy.formula != "e8m0")
 
 
 def multiplies_blocks(capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> bool:
-    """Return whether torch multiplies with block scales on a GPU.
+    """Return whether torch applies float32 block scales on a GPU.
 
-    Block scales are float32; torch is built with the CUDA version.
+    Args:
+        capability: Compute capability of the GPU.
+        cuda: CUDA version of the torch build.
     """
     return capability == BLOCK_CAPABILITY and cuda is not None and cuda >= BLOCK_CUDA
 
 
 def multiplies_rows(capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> RowsLibrary:
-    """Return torch's library for row scales on a GPU.
+    """Return the library by which torch applies row scales on a GPU.
 
-    "" if torch does not support them.
+    The result is "" if torch does not support row scales there. Sources: `_scaled_rowwise_rowwise` in torch's
+    ScaledBlas.cpp and `dispatch_fp8_rowwise_kernel_on_sm` in RowwiseScaledMM.cu, as of torch 2.15; pytorch#155991 added
+    12.x in 2025. Only 9.0 was run; the others are from the source.
 
-    Sources: `_scaled_rowwise_rowwise` in torch's ScaledBlas.cpp and `dispatch_fp8_rowwise_kernel_on_sm` in
-    RowwiseScaledMM.cu, as of torch 2.15; pytorch#155991 added 12.x in 2025. Read, not run, except on 9.0.
+    Args:
+        capability: Compute capability of the GPU.
+        cuda: CUDA version of the torch build; None counts as new enough.
     """
     if capability is None or not (capability == KERNEL_CAPABILITY or capability[0] in ROWS_MAJORS):
         return ""
@@ -145,23 +148,25 @@ def multiplies_rows(capability: tuple[int, int] | None, cuda: tuple[int, int] | 
 
 
 def multiplies_mx(capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> bool:
-    """Return whether torch multiplies with MX scales on a GPU.
+    """Return whether torch applies MX scales on a GPU.
 
-    torch is built with the CUDA version.
+    Args:
+        capability: Compute capability of the GPU.
+        cuda: CUDA version of the torch build.
     """
-    # not 12.0: its tensor cores take other layouts, for which nothing here was written
+    # 12.0 is excluded: its tensor cores need other layouts, which are not implemented here.
     return capability is not None and capability[0] == MX_MAJOR and cuda is not None and cuda >= MX_CUDA
 
 
 def own_grouped(choice: GroupedMatmuls, product: GroupedProduct, rows_per_expert: int, n: int, k: int) -> bool:
-    """Return whether an own grouped kernel replaces the library's.
+    """Return whether this package's grouped kernel replaces the library's.
 
     Args:
-        choice: "own", "library", or "table" for `OWN_GROUPED`.
-        product: "rows" for [rows, k] by [groups, n, k]; "over rows" for the [n, k] of each group.
-        rows_per_expert: On average.
-        n: Columns of the result, or rows of each.
-        k: The contracted dimension, or columns of each result.
+        choice: "own", "library", or "table" to decide by `OWN_GROUPED`.
+        product: "rows" for [rows, k] by [groups, n, k]; "over rows" for results [groups, n, k], contracted over rows.
+        rows_per_expert: Average number of rows per expert.
+        n: Columns of the result for "rows"; rows of each result for "over rows".
+        k: Contracted dimension for "rows"; columns of each result for "over rows".
     """
     if choice != "table":
         return choice == "own"
@@ -170,7 +175,7 @@ def own_grouped(choice: GroupedMatmuls, product: GroupedProduct, rows_per_expert
 
 
 def grouped_path(device: Device) -> PathStatus:
-    """Return the path of torch's grouped matmuls, for experts."""
+    """Return the status of grouped matmuls, for experts."""
     name, label, capability = "groups of rows", device.label, device.capability
     if device.kind != "nvidia" or capability is None or capability < (8, 0):
         return PathStatus(name=name, status="emulated", why=f"{label}: one group after the other.")
@@ -180,16 +185,17 @@ def grouped_path(device: Device) -> PathStatus:
     table = f"own kernels multiply {len(OWN_GROUPED)} shapes, the library all others"
     if not OWN_GROUPED:
         table = "no own kernel was measured to be 1.15 times as fast, so the library multiplies all shapes"
-    return PathStatus(name=name, status="native", why=f'{label}: {table}; GemmConfig(grouped="own") takes own kernels.')
+    why = f'{label}: {table}; GemmConfig(grouped="own") selects own kernels.'
+    return PathStatus(name=name, status="native", why=why)
 
 
 def matmul_path(device: Device, granularity: Granularity) -> PathStatus:
-    """Return how the device multiplies operands of one granularity."""
+    """Return the status of matmuls of one granularity on a device."""
     formats, native = " and ".join(native_formats(device)), False
     if not formats:
         why = f": {_no_units(device)}"
     elif device.kind == "amd":
-        # The backends multiply natively only on NVIDIA GPUs, even if another device has units for it.
+        # The plugins use native matmuls on NVIDIA GPUs only, even if another device has FP8 units.
         why = f" multiplies {formats}; this version was never run there and emulates"
     else:
         native, support = _scale_support(device, granularity)
@@ -198,16 +204,16 @@ def matmul_path(device: Device, granularity: Granularity) -> PathStatus:
 
 
 def cast_path(device: Device, *, backend: Backend, triton: str | None) -> PathStatus:
-    """Return how values are cast to FP8 on the device.
+    """Return the status of casts to FP8 on a device.
 
     Args:
-        device: Where the values are.
-        backend: The user's choice; see `fp8_common._env.backend`.
+        device: Device of the values.
+        backend: Requested implementation; see `fp8_common._env.backend`.
         triton: Version of the installed Triton, or None.
     """
     if backend == "reference":
-        return PathStatus(name="cast", status="reference", why=f"{BACKEND_VARIABLE}=reference asks for it.")
-    # For every backend except "reference": "auto" falls back with the reason, "triton" raises with it.
+        return PathStatus(name="cast", status="reference", why=f"{BACKEND_VARIABLE}=reference is set.")
+    # With an obstacle, "auto" falls back to the reference and "triton" raises.
     obstacle = _triton_obstacle(device, triton)
     if obstacle is None:
         return PathStatus(name="cast", status="native", why=f"Triton {triton} kernels run on {device.label}.")
@@ -229,10 +235,10 @@ def _no_units(device: Device) -> str:
 def _scale_support(device: Device, granularity: Granularity) -> tuple[bool, str]:
     """Return whether matmuls apply scales of this granularity, and why."""
     if granularity == "tensorwise":
-        return True, "the product applies the scales"
+        return True, "the matmul applies the scales"
     if granularity == "rowwise":
         if multiplies_rows(device.capability, device.cuda):
-            return True, "the product applies the scales"
+            return True, "the matmul applies the scales"
         return False, "torch multiplies with scales of rows on sm_89 and from sm_90 to sm_12x"
     if granularity == "mx":
         if multiplies_mx(device.capability, device.cuda):
@@ -248,8 +254,8 @@ def _scale_support(device: Device, granularity: Granularity) -> tuple[bool, str]
 
 
 def _triton_obstacle(device: Device, triton: str | None) -> str | None:
-    """Return the obstacle for Triton kernels, None without one."""
-    # AMD too: the kernels were never compiled for its targets or compared there, and the backends raise.
+    """Return the reason why Triton kernels cannot run, or None."""
+    # This excludes AMD GPUs: the kernels were never compiled for them or compared there, and the plugins raise.
     if device.kind != "nvidia":
         return f"Triton kernels need an NVIDIA GPU, and this is {device.label}"
     if triton is None:

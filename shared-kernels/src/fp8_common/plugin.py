@@ -1,16 +1,16 @@
 """Plugin support: reports for `fp8 doctor`, version checks and extras.
 
-The parts that know a framework are the modules of `fp8_common.torch` and `fp8_common.jax` without an underscore.
-Nothing else of fp8_common is for plugins: modules and names with an underscore change without notice.
+Plugins may also use all modules of fp8_common without an underscore, including those of `fp8_common.torch`,
+`fp8_common.torch_layers` and `fp8_common.jax`. Modules and names with an underscore change without notice.
 
-Plugins are found through the entry points of the group `fp8.plugins`. An entry point names a function
-`describe(machine: Machine) -> PluginInfo`, or a ready `PluginInfo`. It must be quick and must not need a GPU. In a
+Plugins are discovered through entry points of the group `fp8.plugins`. An entry point is a function
+`describe(machine: Machine) -> PluginInfo`, or a `PluginInfo`. The function must be fast and must not need a GPU. In a
 plugin's pyproject.toml:
 
     [project.entry-points."fp8.plugins"]
     torch-fsdp = "fp8_torch_fsdp._plugin:describe"
 
-A plugin that fails is reported, not raised: one broken plugin must not hide the others.
+A failing plugin is reported and does not raise, so that it does not hide the others.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 GROUP = "fp8.plugins"
 FAMILY = ("fp8-torch-fsdp", "fp8-jax-owg", "fp8-te-init")
-"""Plugins that are released together with fp8-common, in one version."""
+"""Plugins that are released together with fp8-common, in the same version."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,12 +40,12 @@ class PluginInfo:
     """A plugin's report on a machine.
 
     Attributes:
-        name: Name of its distribution.
-        version: Its version.
+        name: Name of the plugin's distribution.
+        version: Version of the distribution.
         summary: Purpose of the plugin, one sentence.
-        paths: Paths of the plugin here, with reasons.
-        certify: "module:function" of its rows of `fp8 certify`: called with properties, it yields names and functions
-            that return a certificate.
+        paths: Status of the plugin's paths on this machine.
+        certify: "module:function" that yields the rows of `fp8 certify`. The function is called with the properties to
+            test, and yields pairs of a name and a function that returns a certificate.
     """
 
     name: str
@@ -57,12 +57,12 @@ class PluginInfo:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PluginReport:
-    """The result of asking one entry point.
+    """Result of loading one entry point.
 
     Attributes:
         entry: Name and target of the entry point.
-        info: The plugin's report; None if it failed.
-        problem: The problem, with the remedy; None without one.
+        info: Report of the plugin; None if it failed.
+        problem: Problem and remedy; None if there is no problem.
     """
 
     entry: str
@@ -76,20 +76,23 @@ def discover(
     """Return the reports of all installed plugins, sorted by entry point.
 
     Args:
-        machine: Facts about this machine, passed to the plugins.
-        entry_points: The entry points to load; None finds the installed ones.
+        machine: Machine to report on, passed to the plugins.
+        entry_points: Entry points to load; None loads the installed ones.
     """
     entries = importlib.metadata.entry_points(group=GROUP) if entry_points is None else entry_points
-    # Sorted, because the order of entry points follows the folders on the path.
-    return tuple(_ask(entry, machine) for entry in sorted(entries, key=lambda entry: (entry.name, entry.value)))
+    # Sorted, because the order of entry points depends on the order of folders in `sys.path`.
+    return tuple(_report_of(entry, machine) for entry in sorted(entries, key=lambda entry: (entry.name, entry.value)))
 
 
 def version_conflict(name: str, version: str) -> str | None:
-    """Return why a plugin does not fit fp8-common, or None.
+    """Return the conflict between the versions of a plugin and fp8-common.
 
     Args:
-        name: Name of the plugin's distribution; names outside the family always fit.
-        version: Its version.
+        name: Name of the plugin's distribution.
+        version: Version of the distribution.
+
+    Returns:
+        Problem and remedy; None if the versions are equal or the plugin is not in `FAMILY`.
     """
     if name not in FAMILY or version == __version__:
         return None
@@ -101,14 +104,14 @@ def version_conflict(name: str, version: str) -> str | None:
 
 @contextmanager
 def extra(requirement: str, module: str) -> Iterator[None]:
-    """Raise with the missing extra if an import here fails.
+    """Name the extra to install if an import in this context fails.
 
     Args:
-        requirement: What to install.
-        module: The module that needs the extra.
+        requirement: Requirement to install, e.g. "fp8-common[torch]".
+        module: Name of the module that needs the extra.
 
     Raises:
-        ModuleNotFoundError: Something is not installed, with the line for pip.
+        ModuleNotFoundError: If an import fails; the message has the command for pip.
     """
     try:
         yield
@@ -119,28 +122,28 @@ def extra(requirement: str, module: str) -> Iterator[None]:
 
 
 def check_version(name: str, version: str) -> None:
-    """Raise if plugin and fp8-common versions differ.
+    """Raise if the versions of a plugin and fp8-common differ.
 
     Plugins call it when they are imported.
 
     Raises:
-        Fp8UnsupportedError: The versions differ; the message names both and the command that installs equal ones.
+        Fp8UnsupportedError: If the versions differ. The message has both, and a command that installs equal ones.
     """
     conflict = version_conflict(name, version)
     if conflict:
         raise Fp8UnsupportedError(conflict)
 
 
-def _ask(entry: importlib.metadata.EntryPoint, machine: Machine) -> PluginReport:
+def _report_of(entry: importlib.metadata.EntryPoint, machine: Machine) -> PluginReport:
     label = f"{entry.name} = {entry.value}"
-    # Compared before loading: a plugin of another version is likely to fail with an error that hides the reason.
+    # Versions are compared before loading: a plugin of another version may fail with an error that hides the reason.
     conflict = version_conflict(entry.dist.name, entry.dist.version) if entry.dist else None
     try:
         target = entry.load()
         info = target(machine) if callable(target) else target
         if not isinstance(info, PluginInfo):
-            raise Fp8Error(f"it must give a PluginInfo, got {type(info).__name__}")
-    except Exception as error:  # a plugin may raise anything; the others must still be heard
+            raise Fp8Error(f"it must return a PluginInfo, got {type(info).__name__}")
+    except Exception as error:  # a plugin may raise any error; the others are still reported
         _log.info("plugin %s failed", label, exc_info=True)
         return PluginReport(entry=label, problem=conflict or f"{type(error).__name__}: {first_line(error)}")
     return PluginReport(entry=label, info=info, problem=conflict or version_conflict(info.name, info.version))

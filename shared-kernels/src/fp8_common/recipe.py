@@ -1,7 +1,7 @@
-"""`Recipe`, `CastRecipe`: format, scaling and granularity of linear operands.
+"""`Recipe` and `CastRecipe`: format, scaling and granularity of operands.
 
-Plugins read these objects; nothing here knows a framework. The names follow a layer y = x w^T: the matmuls are "output"
-(x, w), "grad_input" (dy, w) and "grad_weight" (x, dy).
+Plugins read these objects; this module depends on no framework. Names follow a layer y = x w^T: its matmuls are
+"output" (x, w), "grad_input" (dy, w) and "grad_weight" (x, dy).
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ SCALINGS: tuple[Scaling, ...] = typing.get_args(Scaling)
 GRANULARITIES: tuple[Granularity, ...] = typing.get_args(Granularity)
 PRODUCTS: tuple[Product, ...] = typing.get_args(Product)
 
-# Two operands can be multiplied if their granularities are in one family: scales that are constant along the contracted
-# dimension, float32 scales of 128 values of it, or MX scales of 32.
+# Two operands can be multiplied if their granularities are in the same family: scales that are constant along the
+# contracted dimension, float32 scales for 128 of its values, or MX scales for 32.
 _FAMILY = {
     "tensorwise": "vector",
     "rowwise": "vector",
@@ -40,14 +40,13 @@ class CastRecipe(Record):
     """Cast of one operand to FP8.
 
     Attributes:
-        format: Short name of the FP8 format (dtype names are accepted and shortened).
-        scaling: "dynamic" takes the scale from the tensor itself, "delayed" from its history, "static" from
-            `static_scale`; "disabled" leaves the operand in high precision.
+        format: Short name of the FP8 format. Dtype names are converted to short names.
+        scaling: Source of the scale: the amax of the tensor ("dynamic"), the amax of earlier steps ("delayed") or
+            `static_scale` ("static"). "disabled" keeps the operand in high precision.
         granularity: Elements that share a scale: the tensor, a slice along the contracted axis, a block, or 32 values
             (MX).
-        policy: How an amax becomes a scale; `policy.history` is the window of delayed scaling and 0
-            otherwise.
-        static_scale: The multiplier into FP8 of static scaling, a normal float32.
+        policy: Rule for the scales. `policy.history` is the window for "delayed", and must be 0 otherwise.
+        static_scale: Scale into FP8 for "static", a positive normal float32; None otherwise.
     """
 
     format: str = "e4m3"
@@ -57,14 +56,14 @@ class CastRecipe(Record):
     static_scale: float | None = None
 
     def __post_init__(self) -> None:
-        """Reject contradictory combinations; normalize the format's name."""
-        # The dataclass is frozen, and its __init__ has already set the name that the caller wrote.
+        """Validate the fields, and shorten the name of the format."""
+        # `object.__setattr__`, because the dataclass is frozen.
         object.__setattr__(self, "format", get_data_format(self.format).name)
         self.check_choices()
         self._check_policy()
         if (self.scaling == "static") != (self.static_scale is not None):
             raise Fp8Error(
-                'static_scale belongs to scaling="static" and to nothing else; '
+                'static_scale is required for scaling="static" and must be None otherwise; '
                 f"got scaling={self.scaling!r} and static_scale={self.static_scale!r}."
             )
         if self.static_scale is not None and not _is_normal_float32(self.static_scale):
@@ -73,7 +72,7 @@ class CastRecipe(Record):
     def _check_policy(self) -> None:
         if (self.scaling == "delayed") != (self.policy.history > 0):
             raise Fp8Error(
-                'scaling="delayed" needs a policy with history >= 1, every other scaling one with history=0; '
+                'scaling="delayed" needs a policy with history >= 1, and any other scaling a policy with history=0; '
                 f"got scaling={self.scaling!r} and history={self.policy.history}. "
                 "Use dataclasses.replace(policy, history=...)."
             )
@@ -85,26 +84,26 @@ class CastRecipe(Record):
             )
         if (self.granularity == "mx") != (self.policy.formula == "e8m0"):
             raise Fp8Error(
-                'granularity="mx" and a policy made by mx(mode) need each other; '
+                'granularity="mx" and a policy from presets.mx(mode) must be used together; '
                 f"got granularity={self.granularity!r} "
                 f"and the policy {self.policy.name!r} (formula={self.policy.formula!r})."
             )
 
     @property
     def fp8_format(self) -> Format:
-        """The `Format` that `format` names."""
-        return FORMATS[self.format]  # __post_init__ has checked the name
+        """`Format` with the name `format`."""
+        return FORMATS[self.format]  # __post_init__ has validated the name
 
     @property
     def from_itself(self) -> "CastRecipe":
-        """Return this cast, with dynamic instead of delayed scaling."""
+        """This cast with dynamic scaling if its scaling is delayed."""
         if self.scaling != "delayed":
             return self
         return dataclasses.replace(self, scaling="dynamic", policy=dataclasses.replace(self.policy, history=0))
 
     @property
     def enabled(self) -> bool:
-        """True if the operand is cast."""
+        """True if the operand is cast to FP8."""
         return self.scaling != "disabled"
 
 
@@ -114,12 +113,12 @@ class Recipe(Record):
 
     Attributes:
         name: Name shown in errors and reports.
-        input: The activation x, in "output" and, unless overridden, in "grad_weight".
-        weight: The weight w, in "output" and, unless overridden, in "grad_input".
-        grad_output: The incoming gradient dy, in "grad_input" and, unless overridden, in "grad_weight".
-        input_for_grad_weight: Overrides `input` in "grad_weight".
-        weight_for_grad_input: Overrides `weight` in "grad_input".
-        grad_output_for_grad_weight: Overrides `grad_output` in "grad_weight".
+        input: Cast of the activation x for "output" and, unless overridden, for "grad_weight".
+        weight: Cast of the weight w for "output" and, unless overridden, for "grad_input".
+        grad_output: Cast of the output gradient dy for "grad_input" and, unless overridden, for "grad_weight".
+        input_for_grad_weight: Overrides `input` for "grad_weight".
+        weight_for_grad_input: Overrides `weight` for "grad_input".
+        grad_output_for_grad_weight: Overrides `grad_output` for "grad_weight".
     """
 
     name: str
@@ -131,17 +130,18 @@ class Recipe(Record):
     grad_output_for_grad_weight: CastRecipe | None = None
 
     def __post_init__(self) -> None:
-        """Raise if two operands of a matmul cannot be multiplied."""
+        """Raise if the operands of a matmul cannot be multiplied."""
         for product in PRODUCTS:
-            _check_product(self.name, product, *self.operands(product))
+            _check_operands(self.name, product, *self.operands(product))
 
     def operands(self, product: Product) -> tuple[CastRecipe, CastRecipe]:
-        """Return both casts of a matmul.
+        """Return the casts of both operands of a matmul.
 
-        "output" (x, w), "grad_input" (dy, w) or "grad_weight" (x, dy).
+        Args:
+            product: Matmul: "output" (x, w), "grad_input" (dy, w) or "grad_weight" (x, dy).
 
         Raises:
-            Fp8Error: No such matmul exists.
+            Fp8Error: If `product` is none of these.
         """
         if product == "output":
             return self.input, self.weight
@@ -156,12 +156,13 @@ class Recipe(Record):
 
 
 def get_recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
-    """Return a recipe from a name, a recipe or a dictionary.
+    """Return the `Recipe` for a name or a dictionary.
 
-    The dictionary comes from `Recipe.to_dict`.
+    Args:
+        recipe: Name in `RECIPES`, dictionary from `Recipe.to_dict`, or a `Recipe`, which is returned unchanged.
 
     Raises:
-        Fp8Error: The name or the dictionary is no recipe, or it is something else.
+        Fp8Error: If the name is unknown, the dictionary is invalid, or the type is not supported.
     """
     if isinstance(recipe, Recipe):
         return recipe
@@ -176,27 +177,30 @@ def get_recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
     return RECIPES[recipe]
 
 
-def _check_product(name: str, product: Product, a: CastRecipe, b: CastRecipe) -> None:
-    where = f"Recipe {name!r}, product {product!r}:"
+def _check_operands(name: str, product: Product, a: CastRecipe, b: CastRecipe) -> None:
+    where = f"Recipe {name!r}, matmul {product!r}:"
     if a.enabled != b.enabled:
-        raise Fp8Error(f'{where} one operand is FP8 and the other is not. Set scaling="disabled" on both or on none.')
+        raise Fp8Error(f'{where} one operand is FP8 and the other is not. Set scaling="disabled" for both or none.')
     if not a.enabled:
         return
     if _FAMILY[a.granularity] != _FAMILY[b.granularity]:
         raise Fp8Error(
-            f"{where} granularities {a.granularity!r} and {b.granularity!r} do not multiply. "
-            "Combine tensorwise with rowwise, blockwise with blockwise, or mx with mx."
+            f"{where} granularities {a.granularity!r} and {b.granularity!r} cannot be combined in one matmul. "
+            "Supported pairs: tensorwise and rowwise in any combination, blockwise with blockwise, mx with mx."
         )
-    # A device multiplies one family or the other, see `_hardware.native_formats`.
+    # A device multiplies either OCP or FNUZ formats, see `hardware.native_formats`.
     if a.fp8_format.fnuz != b.fp8_format.fnuz:
-        raise Fp8Error(f"{where} {a.format} and {b.format} do not multiply. Use FNUZ formats on both sides or on none.")
-    # E4M3 has 3 mantissa bits and E5M2 has 2: below 5 means E5M2 on both sides.
+        raise Fp8Error(
+            f"{where} formats {a.format} and {b.format} cannot be combined in one matmul. Use FNUZ formats for both "
+            "operands or for none."
+        )
+    # E4M3 has 3 mantissa bits and E5M2 has 2: a sum below 5 means E5M2 for both operands.
     if a.fp8_format.mantissa_bits + b.fp8_format.mantissa_bits < 5:
-        raise Fp8Error(f"{where} no hardware multiplies {a.format} by {b.format}. Use an E4M3 format on one side.")
+        raise Fp8Error(f"{where} no hardware multiplies {a.format} by {b.format}. Use an E4M3 format for one operand.")
 
 
 def _is_normal_float32(value: float) -> bool:
-    # NaN fails the comparison, too. A subnormal scale would be zero on hardware that flushes them.
+    # NaN fails the comparison, too. A subnormal scale is zero on hardware that flushes subnormals.
     return isinstance(value, float | int) and SCALE_MIN <= value <= float(np.finfo(np.float32).max)
 
 
@@ -230,5 +234,5 @@ RECIPES: Mapping[str, Recipe] = {
         Recipe(name="mxfp8", input=_MX, weight=_MX, grad_output=_MX),
     )
 }
-"""Recipes by name. The row-wise ones use power-of-two scales, as torchao's do; "gw_hp" keeps "grad_weight" in
-high precision."""
+"""Recipes by name. The row-wise recipes use power-of-two scales like torchao; "rowwise_with_gw_hp" computes
+"grad_weight" in high precision."""

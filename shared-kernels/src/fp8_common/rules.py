@@ -4,13 +4,13 @@ A rule is written as one string:
 
 | text | meaning |
 |---|---|
-| `layers.*.mlp.*` | include; a glob: `*` any characters (dots too), `?` one, `[01]` one of these |
-| `re:layers\.\d+\.mlp\..*` | include; a regular expression |
-| `!lm_head` | exclude; works before `re:` too |
-| `layers.*.attn.* = rowwise` | include with a named recipe instead of the caller's |
+| `layers.*.mlp.*` | include by a glob: `*` is any characters, also dots, `?` one character, `[01]` one of these |
+| `re:layers\.\d+\.mlp\..*` | include by a regular expression |
+| `!lm_head` | exclude; also possible before `re:` |
+| `layers.*.attn.* = rowwise` | include, with a recipe by name instead of the caller's |
 
-Patterns match the whole name. Later rules win, so the general rule comes first and its exceptions after it. A
-name that no rule matches is included only if every rule excludes ("everything but lm_head").
+A pattern must match the whole name. The last matching rule wins, so write the general rule first and its exceptions
+after it. A name that no rule matches is included only if all rules exclude ("all but lm_head").
 """
 
 import dataclasses
@@ -32,9 +32,9 @@ class Rule:
     """One include or exclude rule.
 
     Attributes:
-        pattern: A glob, or a regular expression after "re:".
-        include: False excludes the matches.
-        recipe: The recipe of included modules; None leaves it to the caller.
+        pattern: Glob, or "re:" and a regular expression.
+        include: Whether to include or to exclude the modules that match.
+        recipe: Recipe of included modules; None selects the caller's.
     """
 
     pattern: str
@@ -42,7 +42,7 @@ class Rule:
     recipe: Recipe | None = None
 
     def __post_init__(self) -> None:
-        """Raise for patterns without matches and exclusions with a recipe."""
+        """Validate the fields."""
         if not self.pattern:
             raise Fp8Error("A module rule needs a pattern, got an empty one. Use '*' for every module.")
         if self.recipe is not None and not self.include:
@@ -51,15 +51,15 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read one rule as written in the module docstring.
+        """Parse one rule, in the syntax of the module docstring.
 
         Raises:
-            Fp8Error: The pattern is empty or no regular expression, the recipe is unknown, or an exclusion
-                has one.
+            Fp8Error: If the pattern is empty or an invalid regular expression, the recipe is unknown, or an exclusion
+                has a recipe.
         """
         if not isinstance(text, str):
             raise Fp8Error(f"A module rule must be a string or a Rule, got {text!r}.")
-        # The recipe is split off first, since the pattern before it may hold anything; then "!", then "re:".
+        # The recipe is split off first, because the pattern before it may have any characters; then "!", then "re:".
         pattern, recipe = text.strip(), None
         if written := _WITH_RECIPE.fullmatch(pattern):
             pattern, recipe = written["pattern"], get_recipe(written["recipe"])
@@ -71,11 +71,11 @@ class Rule:
 
     @property
     def setting(self) -> tuple[bool, Recipe | None]:
-        """The outcome of the rule; equal outcomes never contradict."""
+        """Decision of the rule for the modules that match: (include, recipe)."""
         return self.include, self.recipe
 
     def __str__(self) -> str:
-        """Return the rule as `parse` reads it."""
+        """Return the rule in the syntax of `parse`."""
         recipe = f" = {self.recipe.name}" if self.recipe else ""
         return f"{'' if self.include else '!'}{self.pattern}{recipe}"
 
@@ -85,10 +85,10 @@ class Decision:
     """Decision of the rules for one module.
 
     Attributes:
-        fqn: The module's fully qualified name.
-        include: Whether the module is converted.
-        recipe: The recipe that its rule names; None leaves it to the caller.
-        rule: The rule that decided; None if no rule matched.
+        fqn: Fully qualified name of the module.
+        include: Whether the module is included.
+        recipe: Recipe of the rule; None selects the caller's.
+        rule: Rule that decided; None if no rule matched.
     """
 
     fqn: str
@@ -99,18 +99,18 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """Module rules in order; later ones win.
+    """Ordered module rules; the last matching rule wins.
 
     Attributes:
-        rules: The rules.
+        rules: Rules in order.
     """
 
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise if one pattern has two settings.
+        """Raise if two rules with the same pattern decide differently.
 
-        The first could never act.
+        The first of them would have no effect.
         """
         seen: dict[str, Rule] = {}
         for rule in self.rules:
@@ -120,10 +120,10 @@ class Rules:
 
     @classmethod
     def parse(cls, rules: "Rules | Iterable[str | Rule]") -> "Rules":
-        """Read rules, as strings or as `Rule` objects.
+        """Parse rules, given as strings or `Rule` objects.
 
         Raises:
-            Fp8Error: A rule cannot be read, or two contradict each other.
+            Fp8Error: If a rule is invalid, or two rules contradict each other.
         """
         if isinstance(rules, Rules):
             return rules
@@ -132,21 +132,21 @@ class Rules:
         return cls(rules=tuple(rule if isinstance(rule, Rule) else Rule.parse(rule) for rule in rules))
 
     def match(self, fqn: str) -> Decision:
-        """Return the rules' decision for one module."""
+        """Return the decision for one module by its fully qualified name."""
         for rule in reversed(self.rules):  # later rules win
             if rule.matches(fqn):
                 return Decision(fqn=fqn, include=rule.include, recipe=rule.recipe, rule=rule)
-        # A list of exceptions alone means "everything but these"; with any include, only included modules.
+        # Exclusions only mean "all but these". With an inclusion, only matching modules are included.
         return Decision(fqn=fqn, include=not any(rule.include for rule in self.rules))
 
     def apply(self, names: Iterable[str]) -> list[Decision]:
-        """Return the rules' decisions for modules, in order of `names`.
+        """Return the decisions for modules, in the order of `names`.
 
         Warns:
-            UserWarning: For each rule that matches none of the names.
+            UserWarning: If a rule matches none of the names.
 
         Raises:
-            Fp8Error: A rule matches names, but later rules with other settings decide all of them.
+            Fp8Error: If a rule has no effect, because later rules decide differently for all modules that it matches.
         """
         decisions = [self.match(name) for name in names]
         for rule in self.rules:
@@ -164,32 +164,33 @@ class Rules:
                 stacklevel=3,
             )
             return
-        # A rule that never wins is an error only where the winners disagree with it; otherwise it is redundant.
+        # A rule that never wins is an error only if the winners decide differently; otherwise it is redundant.
         winners = {str(decision.rule): decision.rule for decision in matched if decision.rule is not None}
         if all(winner.setting != rule.setting for winner in winners.values()):
             raise Fp8Error(
-                f"Module rule {str(rule)!r} has no effect: it matches {len(matched)} module(s), and later "
-                f"rules ({', '.join(map(repr, winners))}) contradict it on every one. "
-                "Later rules win: put the general rule first, or remove one."
+                f"Module rule {str(rule)!r} has no effect: later rules ({', '.join(map(repr, winners))}) override it "
+                f"for all {len(matched)} modules that it matches. The last matching rule wins: put the general rule "
+                "first, or remove one of them."
             )
 
 
 def select_modules(
     modules: Mapping[str, Any], keep: "Callable[[Any, str], bool] | Rules | Iterable[str | Rule] | None"
 ) -> dict[str, Decision]:
-    """Return the decision of a filter or rules for each module.
-
-    For every module that could be converted, by its name.
+    """Return the decision of a filter or of rules for each module.
 
     Args:
-        modules: The modules by fully qualified name.
-        keep: Called with (module, name), False leaves the module unchanged; or rules; None includes all.
+        modules: Modules that can be converted, by fully qualified name.
+        keep: Function (module, name) that returns False for modules to exclude, or rules. None includes all modules.
+
+    Returns:
+        Decisions by name, in the order of `modules`.
 
     Warns:
-        UserWarning: For each rule that matches no name.
+        UserWarning: If a rule matches no name.
 
     Raises:
-        Fp8Error: A rule cannot be read, or has no effect.
+        Fp8Error: If a rule is invalid or has no effect.
     """
     if keep is None or callable(keep):
         included = {name: keep is None or bool(keep(module, name)) for name, module in modules.items()}
@@ -200,7 +201,7 @@ def select_modules(
 @lru_cache(maxsize=1024)
 def _compiled(pattern: str) -> re.Pattern[str]:
     if not pattern.startswith("re:"):
-        # Translated here, because `fnmatch.fnmatch` changes case and slashes on Windows.
+        # `fnmatch.translate`, because `fnmatch.fnmatch` changes case and slashes on Windows.
         return re.compile(fnmatch.translate(pattern))
     try:
         return re.compile(pattern[3:])

@@ -29,7 +29,7 @@ class State:
         given = {"scale_ptr": self.scale} if self.known else {"delayed_ptr": self.scale, "ready_ptr": self.ready}
         return (
             given
-            | ({"own_key_ptr": self.observed} if record else {})
+            | ({"observed_ptr": self.observed} if record else {})
             | ({} if self.late is None else {"late_ptr": self.late})
         )
 

@@ -42,15 +42,15 @@ def test_other_devices_divide_as_cpus_do(monkeypatch):
     with np.errstate(over="ignore", under="ignore"):
         expected = above / below
     expected = np.where(expected < np.finfo(np.float32).tiny, np.float32(0), expected)
-    exact = np.asarray(jax.jit(numerics._mended)(above, below))
+    exact = np.asarray(jax.jit(numerics._corrected_quotient)(above, below))
     np.testing.assert_array_equal(exact, expected)
     monkeypatch.setattr(numerics.lax, "div", gpu_quotient)
-    mended = np.asarray(jax.jit(lambda *pair: numerics._mended(*pair))(above, below))
+    mended = np.asarray(jax.jit(lambda *pair: numerics._corrected_quotient(*pair))(above, below))
     np.testing.assert_array_equal(mended, expected)
     assert (np.asarray(gpu_quotient(jnp.asarray(above), jnp.asarray(below))) != expected).mean() > 0.5
 
 
-@pytest.mark.parametrize("function", [divide_nearest, numerics._mended])
+@pytest.mark.parametrize("function", [divide_nearest, numerics._corrected_quotient])
 def test_subnormal_and_special_numbers_divide_as_in_ieee(function):
     nan, infinity = np.float32(np.nan), np.float32(np.inf)
     above = np.float32([0, 0, 1, 1, infinity, infinity, nan, 1])

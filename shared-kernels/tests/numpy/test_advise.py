@@ -52,7 +52,7 @@ def test_experts_with_too_few_rows_are_named():
     assert (round(low), round(high)) == (331, 497)
     assert rows_that_repay(ACCELERATORS["a100"]) == (math.inf, math.inf)
     few = job(shape=SHAPES["Qwen/Qwen3-30B-A3B"], ranks=64, links=LINKS["ethernet-100"], tokens=4096, sequence=4096)
-    told = "An expert gets 256 rows of a micro-batch; casts of its weight are repaid from some 331 to 497 on"
+    told = "An expert gets 256 rows of a micro-batch; casts of its weight pay from some 331 to 497 rows on"
     assert told in advise(few)[0]
     enough = dataclasses.replace(few, tokens=8192)
     assert "An expert" not in advise(enough)[0]
@@ -191,7 +191,7 @@ def test_a_model_is_found_by_its_name_file_or_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
     assert shape_of("llama-3.1-8B") == shape_of("llama3-8b") == LLAMA
     assert shape_of(str(tmp_path)) == shape_of(str(tmp_path / "config.json")) == shape_of("mixtral-8x7b-v0.1")
-    with pytest.raises(Fp8Error, match=r"'llama-3.1-9b' is no file.* Near ones: meta-llama/Llama-3.1-8B"):
+    with pytest.raises(Fp8Error, match=r"'llama-3.1-9b' is no file.* Similar names: meta-llama/Llama-3.1-8B"):
         shape_of("llama-3.1-9b")
 
 

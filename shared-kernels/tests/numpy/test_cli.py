@@ -165,10 +165,10 @@ def test_a_reader_that_leaves_is_no_error():
 
 def test_slow_commands_show_progress_on_a_terminal(monkeypatch, capsys):
     makers = [("one", lambda: 1), ("two", lambda: 2)]
-    assert command._made(makers) == {"one": 1, "two": 2}
+    assert command._certificates(makers) == {"one": 1, "two": 2}
     assert capsys.readouterr().err == "", "no terminal"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    command._made(makers)
+    command._certificates(makers)
     told = capsys.readouterr().err
     assert "1 of 2: one\r" in told
     assert "2 of 2: two, about 0 s left" in told

@@ -71,7 +71,7 @@ def test_matmuls_with_scales_of_blocks_need_their_cublas(device, native, why):
     [
         (nvidia(9, 0), "auto", "3.6.0", "native", "Triton 3.6.0 kernels run on sm_90."),
         (nvidia(9, 0), "triton", "3.6.0", "native", "Triton 3.6.0"),
-        (nvidia(9, 0), "reference", "3.6.0", "reference", "FP8_COMMON_BACKEND=reference asks for it."),
+        (nvidia(9, 0), "reference", "3.6.0", "reference", "FP8_COMMON_BACKEND=reference is set."),
         (nvidia(9, 0), "auto", None, "reference", "Triton is not installed."),
         (nvidia(8, 0), "auto", "3.6.0", "reference", "This device, sm_80, has no FP8 conversion instructions."),
         (nvidia(8, 0), "triton", "3.6.0", "unavailable", "FP8_COMMON_BACKEND=triton, but this device"),

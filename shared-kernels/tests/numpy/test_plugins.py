@@ -35,7 +35,7 @@ PLUGINS = {
     "a function is told the machine": (lambda machine: info(machine.system), info("s"), None),
     "absent": (None, None, "ModuleNotFoundError: No module named 'plugin_absent'"),
     "fails": (raises(RuntimeError("no CUDA\nmore")), None, "RuntimeError: no CUDA"),
-    "lies": (lambda machine: {"name": "x"}, None, "Fp8Error: it must give a PluginInfo, got dict"),
+    "lies": (lambda machine: {"name": "x"}, None, "Fp8Error: it must return a PluginInfo, got dict"),
     "of another version": (info("fp8-torch-fsdp", "9.0"), info("fp8-torch-fsdp", "9.0"), CONFLICT),
 }
 

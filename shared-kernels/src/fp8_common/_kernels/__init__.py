@@ -1,17 +1,16 @@
-"""Triton kernels and launch plans.
+"""Triton kernels and the plans of their launches.
 
-No other part of fp8-common imports triton.
+No other part of fp8-common imports triton. Each plan function describes the launch of one kernel as a `Launch`, for
+torch and JAX. `run` launches it, `compile_launch` compiles it ahead of time. Every kernel equals the NumPy definition
+of its function bit for bit, except that the codes of NaN may differ.
 
-Each function here plans the launch of one kernel, for torch and JAX; `run` runs it, `compile_launch` compiles it ahead
-of time. Every kernel equals the NumPy definition of its function bit for bit (except for NaN codes).
+Conventions: pointers end in `_ptr`; M, N and n are sizes; constants (`tl.constexpr`) are in upper case. Sizes are not
+specialized, so that one compiled kernel serves all sizes. Offsets are int64, because tensors may exceed 2^31 elements.
+Tiles that lie entirely inside a flat tensor are loaded without masks: the compiler loads single elements if it cannot
+prove the alignment of a mask.
 
-Conventions: pointers end in `_ptr`; M, N and n are sizes; upper-case arguments are compiled in. Scalars are not
-specialized, so that one compiled kernel serves all sizes. Offsets are int64: tensors may exceed 2^31 elements. Tiles
-that lie whole inside a flat tensor load without masks: where the compiler cannot prove the alignment of a mask, it
-loads single elements.
-
-A `return` in a branch on a compiled-in value needs an `else` after it: Triton compiles the code after the `if` even
-when that branch was taken, and fails there if types or values do not fit.
+After a `return` inside a branch on a compiled-in value, the rest must be in an `else`: Triton compiles the code after
+the `if` even when that branch is taken, and fails if types or values do not fit there.
 """
 
 from fp8_common._kernels.blocks import block_both, blockwise, mx

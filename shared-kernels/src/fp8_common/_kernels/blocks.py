@@ -1,9 +1,7 @@
 """Kernels with one scale per block: 1x128, 128x128, and OCP MX.
 
-MX has one E8M0 code for 32 consecutive values.
-
-Blocks at the edges may be partial. Dims: x_MN is [M, N]; scales are [M, ceil(N / 128)] or
-[ceil(M / 128), ceil(N / 128)], row-major.
+MX blocks are 32 consecutive values of a row with one E8M0 code. Blocks at the edges may be partial. Dims: x_MN is
+[M, N]; scales are [M, ceil(N / 128)] or [ceil(M / 128), ceil(N / 128)], row-major.
 """
 
 import triton
@@ -51,10 +49,7 @@ def block_1x128_kernel(
     ALIGNED: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Scale blocks of 128 elements of a row.
-
-    A program handles one such column of BM rows.
-    """
+    """Cast x by 1x128 blocks, BM of them per program."""
     if ALIGNED:
         N = multiple_of_16(N)
     # Program order runs along the rows of scales, which lie next to each other in memory.
@@ -85,7 +80,7 @@ def block_128x128_kernel(
     RULE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """A scale for every 128x128 block."""
+    """Cast x by 128x128 blocks; a program casts one block."""
     if ALIGNED:
         M, N = multiple_of_16(M), multiple_of_16(N)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -103,9 +98,9 @@ def block_128x128_kernel(
 
 @triton.jit
 def cast_row_blocks(x, y_ptr, scale_inv_ptr, r, block, at, mask, M, FMAX: tl.constexpr, RULE: tl.constexpr):
-    """Cast rows r of a tile and store them and their scales.
+    """Cast rows r of a column of 1x128 blocks, and store them.
 
-    Each row has a scale; scales back are stored by columns of blocks.
+    Also stores the scales back from FP8, in `scale_inv` [ceil(N / 128), M].
     """
     scale = scale_of_key(widen_key(tl.max(narrow_key(x), axis=1), x.dtype), 1.0, FMAX, RULE)
     tl.store(y_ptr + at, to_fp8(scaled(x, scale[:, None]), y_ptr.dtype.element_ty), mask=mask)
@@ -128,11 +123,10 @@ def block_both_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Cast x and its transpose by blocks in one read.
+    """Cast x and its transpose by blocks, reading x once.
 
-    Makes y, and yt of the transpose; M % 4 == 0. Blocks are 1x128, or 128x128 if SQUARE.
-
-    Scales back of 1x128 blocks are stored by columns of blocks, of 128x128 blocks by rows.
+    y has the codes of x, yt those of the transpose. Blocks are 1x128, or 128x128 if SQUARE; M % 4 == 0. The scales back
+    from FP8 are row-major for 128x128 blocks, and column-major for 1x128 blocks.
     """
     if ALIGNED:
         M, N = multiple_of_16(M), multiple_of_16(N)
@@ -146,7 +140,7 @@ def block_both_kernel(
     x2 = tl.load(x_ptr + at + 2 * N, mask=mask, other=0.0)
     x3 = tl.load(x_ptr + at + 3 * N, mask=mask, other=0.0)
     key = tl.maximum(tl.maximum(narrow_key(x0), narrow_key(x1)), tl.maximum(narrow_key(x2), narrow_key(x3)))
-    # narrowed in between, as in `max_narrow_key`
+    # converted to the narrow type again, as in `max_narrow_key`
     top = tl.max(key, axis=0).to(key.dtype)
     if SQUARE:
         scale = scale_of_key(widen_key(tl.max(top, axis=0), x0.dtype), 1.0, FMAX, RULE)
@@ -180,9 +174,10 @@ def mx_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Cast x to MX: codes uint8, row-major, of 32 values.
+    """Cast x to MX, with an E8M0 code for 32 values.
 
-    code[m, b] is made from max |x[m, 32b : 32b + 32]| and y = fp8(x * 2^(127 - code)).
+    code[m, b] is computed from max |x[m, 32b : 32b + 32]|, and y = fp8(x * 2^(127 - code)). Codes are uint8
+    [M, ceil(N / 32)], row-major.
     """
     if ALIGNED:
         N = multiple_of_16(N)
@@ -216,17 +211,18 @@ def blockwise(
     *,
     inverse: bool = True,
 ) -> Launch:
-    """Plan one scale per `rows` x 128 block of x [m, n].
+    """Plan the cast of x [m, n] by `rows` x 128 blocks.
 
-    `inverse` also returns the scales back from FP8.
+    The outputs are codes and float32 scales [ceil(m / rows), ceil(n / 128)]; with `inverse` also the scales back from
+    FP8.
 
     Raises:
-        Fp8Error: No kernel has this block.
+        Fp8Error: If `rows` is neither 1 nor 128.
     """
     if rows not in (1, 128):
         raise Fp8Error(f"There are kernels for 1x128 and 128x128 blocks, got {rows}x128. Use the reference.")
     if rows == 1:
-        # 64 elements a thread: with fewer, computing the row's scale in every thread is too large a share of the work.
+        # 64 elements per thread: with fewer, computing the row's scale in every thread is too much of the work.
         kernel, aligned, bm, warps = block_1x128_kernel, n % 16 == 0, 64, 4
     else:
         kernel, aligned, bm, warps = block_128x128_kernel, m % 16 == n % 16 == 0, 128, 8
@@ -249,10 +245,9 @@ def block_both(
 ) -> Launch:
     """Plan casts of x [m, n] and its transpose by blocks.
 
-    One read of x, m % 4 == 0; blocks are 1x128, or 128x128 if `square`.
-
-    The scales back from FP8 of both are outputs: [ceil(m / 128), ceil(n / 128)] and its transpose of square blocks,
-    [ceil(n / 128), m] and [ceil(m / 128), n] of 1x128 blocks, which is how cuBLAS reads them.
+    The kernel reads x once; m % 4 == 0. Blocks are 1x128, or 128x128 if `square`. The outputs are codes [m, n] and
+    [n, m], and the float32 scales back from FP8 of both. For square blocks these are [ceil(m / 128), ceil(n / 128)] and
+    its transpose; for 1x128 blocks [ceil(n / 128), m] and [ceil(m / 128), n], as cuBLAS reads them.
     """
     blocks_m, blocks_n = tile_count(m, 128), tile_count(n, 128)
     shapes = ((blocks_m, blocks_n), (blocks_n, blocks_m)) if square else ((blocks_n, m), (blocks_m, n))
@@ -266,15 +261,15 @@ def block_both(
         scalars=matrix_sizes(m, n),
         constants=scale_constants(fmt, policy)
         | {"ALIGNED": m % 16 == n % 16 == 0, "SQUARE": square, "BM": 128, "BN": 128},
-        num_warps=8,  # no spills for compute capability 9.0
+        num_warps=8,  # without register spills on compute capability 9.0
     )
 
 
 @plan
 def mx(m: int, n: int, dtype: str, fmt: str | Format, mode: MxMode = "rceil") -> Launch:
-    """Plan OCP MX data and E8M0 codes for x [m, n].
+    """Plan the cast of x [m, n] to OCP MX.
 
-    Codes are uint8 [m, ceil(n / 32)].
+    The outputs are FP8 codes [m, n] and E8M0 codes, uint8 [m, ceil(n / 32)].
     """
     max_key, _, mantissa_bits = rounding_constants(fmt)
     return Launch(

@@ -1,6 +1,7 @@
-"""Kernels that dequantize: q * scale_inv in float32, then rounded.
+"""Kernels that dequantize FP8 codes.
 
-Dims: q_MN is [M, N]; a scale covers `rows` x `columns` elements and lies at [m // rows, n // columns].
+Values are q * scale_inv in float32, rounded to the dtype of the output. Dims: q_MN is [M, N]. A scale covers `rows` x
+`columns` elements: element [m, n] has the scale [m // rows, n // columns].
 """
 
 import triton
@@ -25,9 +26,9 @@ def dequantize_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Dequantize with scale blocks.
+    """Dequantize q with one scale per block of ROWS x COLUMNS.
 
-    ROWS is 0 if a scale covers all rows; COLUMNS is 0 if it covers the whole row, else it equals BN.
+    ROWS is 0 if a scale covers all rows; COLUMNS is 0 if a scale covers all columns, else it equals BN.
     """
     if ALIGNED:
         N = multiple_of_16(N)
@@ -58,7 +59,7 @@ def dequantize_mx_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Dequantize MX data, exactly in float32.
+    """Dequantize MX data; the multiplication in float32 is exact.
 
     E8M0 codes are uint8 [M, ceil(N / 32)].
     """
@@ -81,14 +82,14 @@ def dequantize_mx_kernel(
 
 @plan
 def dequantize(m: int, n: int, fmt: str | Format, dtype: str, block: tuple[int, int]) -> Launch:
-    """Plan q * scale_inv of q [m, n] with block scales.
+    """Plan the values [m, n] of codes with one scale per block.
 
-    Each (rows, columns) block has one scale back from FP8.
+    `block` is (rows, columns); `scale_inv_ptr` has a float32 scale back from FP8 for each block, row-major.
 
     Raises:
-        Fp8Error: No kernel has this block.
+        Fp8Error: If scales cover neither whole rows nor 128 columns.
     """
-    # 0 stands for the whole side: the kernel then needs no index into the scales along it.
+    # 0 means the whole side: the kernel then needs no index into the scales along it.
     rows = 0 if block[0] >= m else block[0]
     columns = 0 if block[1] >= n else block[1]
     if columns not in (0, 128):
@@ -106,9 +107,9 @@ def dequantize(m: int, n: int, fmt: str | Format, dtype: str, block: tuple[int, 
 
 @plan
 def dequantize_mx(m: int, n: int, fmt: str | Format, dtype: str) -> Launch:
-    """Plan values of MX data [m, n] and its E8M0 codes.
+    """Plan the values of MX data [m, n].
 
-    Codes are [m, ceil(n / 32)].
+    Its E8M0 codes `code_ptr` are uint8 [m, ceil(n / 32)].
     """
     return Launch(
         kernel=dequantize_mx_kernel,

@@ -1,7 +1,7 @@
-"""Device functions: integer amax keys, scales, E8M0 codes, casts to FP8.
+"""Device functions: integer amax keys, scales, E8M0 codes and casts to FP8.
 
-The counterparts of `fp8_common.amax`, `amax_to_scale`, `amax_to_e8m0` and `encode`. Zero, infinity and NaN are
-distinguished by integer keys, because floating point min and max drop NaN on a GPU.
+They are the counterparts of `amax`, `amax_to_scale`, `amax_to_e8m0` and `encode` in `fp8_common.numerics`. Integer keys
+distinguish zero, infinity and NaN, because floating point minima and maxima drop NaN on a GPU.
 """
 
 import triton
@@ -14,9 +14,8 @@ NAN_BITS = tl.constexpr(0x7FC00000)
 # Bits of 2^-127, a float32 subnormal: the one E8M0 value whose exponent field is not its code.
 HALF_OF_SMALLEST_NORMAL = tl.constexpr(0x00400000)
 
-# The inline PTX below rounds float32 to FP8 by `cvt.rn.satfinite`, one rounding: Triton's own conversion goes through
-# float16 on sm_89 and rounds twice. In a word of four codes the lowest byte is the first element. `cvt` takes the upper
-# half first.
+# The inline PTX below rounds float32 to FP8 once, by `cvt.rn.satfinite`: Triton's own conversion goes through float16
+# on sm_89 and rounds twice. In a word of four codes the lowest byte is the first element.
 
 # Two conversions of two values each. `cvt` puts its first source into the upper byte, hence b before a.
 _PAIRS = """
@@ -39,14 +38,14 @@ prmt.b32 $7, o0, o1, 0x7632;"""
 
 
 def _pack(f8: str) -> str:
-    """Four float32 ($1..$4) to one word of codes ($0)."""
+    """Return PTX that packs four float32 ($1..$4) into a word ($0)."""
     return "{\n.reg .b16 lo, hi;" + _PAIRS.format(f8=f8, word="$0", a="$1", b="$2", c="$3", d="$4") + "\n}"
 
 
 def _pack_rows(f8: str) -> str:
-    """Pack 4 x 4 float32 into words of rows and of columns.
+    """Return PTX that packs 4x4 float32 by rows and by columns.
 
-    Rows are in $8..$23; row words in $0..$3, column words in $4..$7.
+    The values are in $8..$23, row by row. Rows become the words $0..$3, columns the words $4..$7.
     """
     # Braces open a scope in PTX, so the registers declared here do not clash where the text occurs twice.
     lines = ["{\n.reg .b16 lo, hi;\n.reg .b32 e0, e1, o0, o1;"]
@@ -66,16 +65,16 @@ PACK_ROWS_E4M3 = tl.constexpr(_pack_rows("e4m3"))
 PACK_ROWS_E5M2 = tl.constexpr(_pack_rows("e5m2"))
 PACK_ROWS_CONSTRAINTS = tl.constexpr(",".join(["=&r"] * 8 + ["f"] * 16))
 
-# With a rounding mode named, a multiplication is never fused with an addition.
+# PTX with an explicit rounding mode is never fused with an addition.
 PRODUCT = tl.constexpr("mul.rn.f32 $0, $1, $2;")
 PRODUCT_CONSTRAINTS = tl.constexpr("=r,f,f")
 
 
 @triton.jit
 def multiple_of_16(n):
-    """n, in a form that shows the compiler that 16 divides it."""
-    # Rows then start at multiples of 16 elements, and accesses become 16 bytes wide. Written as arithmetic, because the
-    # usual attribute of an argument is part of Triton's specialization, which sizes are excluded from.
+    """Return n, and show the compiler that 16 divides it."""
+    # Rows then start at multiples of 16 elements, and accesses become 16 bytes wide. This is arithmetic, because the
+    # usual attribute of an argument belongs to Triton's specialization, from which sizes are excluded.
     return n // 16 * 16
 
 
@@ -83,55 +82,55 @@ def multiple_of_16(n):
 def narrow_key(x):
     """Return the bits of |x| as an order-preserving integer key.
 
-    Of the width of x; infinity and then NaN are greatest.
+    The key is an integer of the same width as x. NaN is greatest, then infinity.
     """
     if x.dtype.primitive_bitwidth == 32:
         return x.to(tl.int32, bitcast=True) & KEY_MASK
     else:
-        # Kept at 16 bits for any type of the constant.
+        # Converted back to 16 bits, because the type of the constant may promote the result.
         return (x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int16)
 
 
 @triton.jit
 def widen_key(key, DTYPE: tl.constexpr):
-    """The float32 key of |x| from a key of DTYPE."""
+    """Return the float32 key of |x| from its key in DTYPE."""
     if DTYPE.primitive_bitwidth == 32:
         return key
     else:
-        # Reductions promote int16 to int32, hence the first conversion. Going through the float keeps the value; masked
-        # once more, because converting a NaN may set its sign.
+        # Reductions promote int16 to int32, hence the first conversion. Converting the float keeps its value. The
+        # second mask is needed because the conversion may set the sign of a NaN.
         value = key.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
         return value.to(tl.int32, bitcast=True) & KEY_MASK
 
 
 @triton.jit
 def as_float(bits):
-    """The float32 with these int32 bits."""
+    """Return the float32 with the given int32 bits."""
     return bits.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def as_bits(x):
-    """The int32 bits of a float32."""
+    """Return the int32 bits of a float32."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def scaled(x, scale):
-    """float32(x) * scale, NaN where x is infinite."""
+    """Return float32(x) * scale, NaN where x is infinite."""
     v = x.to(tl.float32)
-    # 0 * x is NaN if x is not finite, otherwise a zero with the sign of x, so that -0 stays: one fused multiply-add.
-    # Before the multiplication, because a finite x that overflows in it saturates.
+    # 0 * x is NaN if x is not finite, otherwise a zero with the sign of x, so -0 is preserved. The sum is one fused
+    # multiply-add. It precedes the multiplication by the scale, because a finite x that overflows there saturates.
     return (v * 0.0 + v) * scale
 
 
 @triton.jit
 def to_fp8(v, F8: tl.constexpr):
-    """Round float32 to F8: nearest even, saturating, infinity too.
+    """Round float32 to F8, to nearest even.
 
-    NaN stays.
+    Larger magnitudes saturate, also infinity; NaN remains NaN.
     """
-    # Inline PTX: Triton's own conversion goes through float16 on sm_89 and rounds twice. Four elements fill a register.
+    # Four codes fill a register.
     if F8 == tl.float8e4nv:
         codes = tl.inline_asm_elementwise(PACK_E4M3, PACK_CONSTRAINTS, [v], dtype=tl.uint8, is_pure=True, pack=4)
     else:
@@ -143,10 +142,10 @@ def to_fp8(v, F8: tl.constexpr):
 def to_fp8_rows(v0, v1, v2, v3, F8: tl.constexpr):
     """Round four float32 tiles to F8, and pack their codes.
 
-    An int32 word holds the codes of one position in all four.
+    Returns the four tiles of codes, and an int32 tile: each word holds the codes of the four tiles at one position.
     """
-    # Four elements of four tiles make a 4x4 matrix of bytes, which the PTX returns by rows and by columns. Packing with
-    # shifts in Triton instead crashes ptxas 12.8 (Triton 3.7.1).
+    # Four elements of four tiles are a 4x4 matrix of bytes, which the PTX returns by rows and by columns. Packing with
+    # shifts in Triton crashes ptxas 12.8 (Triton 3.7.1).
     if F8 == tl.float8e4nv:
         q0, q1, q2, q3, column = tl.inline_asm_elementwise(
             PACK_ROWS_E4M3,
@@ -172,31 +171,31 @@ def to_fp8_rows(v0, v1, v2, v3, F8: tl.constexpr):
 
 @triton.jit
 def reciprocal(scale):
-    """RN32(1 / scale), IEEE division."""
+    """Return RN32(1 / scale), by IEEE division."""
     # Not 1.0 / scale, which Triton compiles to the approximate div.full.f32.
     return tl.div_rn(1.0, scale)
 
 
 @triton.jit
 def store_reciprocal(scale_inv_ptr, at, scale, mask):
-    """Store the scales back from FP8, if requested."""
+    """Store the scales back from FP8 unless the pointer is None."""
     if scale_inv_ptr is not None:
         tl.store(scale_inv_ptr + at, reciprocal(scale), mask=mask)
 
 
 @triton.jit
 def product(a, b):
-    """RN32(a * b), never fused with a following sum."""
-    # As bits, because results of inline assembly are integers here.
+    """Return RN32(a * b), which is never fused with a following sum."""
+    # The constraints put the result into an integer register, hence the bits.
     bits = tl.inline_asm_elementwise(PRODUCT, PRODUCT_CONSTRAINTS, [a, b], dtype=tl.int32, is_pure=True, pack=1)
     return as_float(bits)
 
 
 @triton.jit
 def rounded_key(key, MANTISSA_BITS: tl.constexpr, ZERO: tl.constexpr):
-    """Float32 key rounded to this many mantissa bits.
+    """Round a float32 key to MANTISSA_BITS; keys up to ZERO become 0.
 
-    0 up to ZERO; see `rounded_key` in the definition.
+    See `fp8_common._reference.scaling.rounded_key`.
     """
     DROPPED: tl.constexpr = 23 - MANTISSA_BITS
     finite = tl.minimum(key, INF_KEY - 1)
@@ -207,8 +206,11 @@ def rounded_key(key, MANTISSA_BITS: tl.constexpr, ZERO: tl.constexpr):
 
 @triton.jit
 def e8m0_of_key(key, MODE: tl.constexpr, MAX_KEY: tl.constexpr, MANTISSA_BITS: tl.constexpr):
-    """Biased E8M0 exponent (int32) from a float32 key; see `fp8_common.numerics.amax_to_e8m0`."""
-    # int32 is enough here, unlike in NumPy: a NaN key that "even" overflows is replaced by 255 below.
+    """Return the E8M0 code (int32) of a float32 amax key.
+
+    See `fp8_common.numerics.amax_to_e8m0`.
+    """
+    # int32 is enough here, unlike in NumPy: if "even" overflows for a NaN key, the result is replaced by 255 below.
     EMAX: tl.constexpr = (MAX_KEY >> 23) - 127
     if MODE == "stable":
         key = rounded_key(key, MANTISSA_BITS, 0)
@@ -227,34 +229,33 @@ def e8m0_of_key(key, MODE: tl.constexpr, MAX_KEY: tl.constexpr, MANTISSA_BITS: t
 
 @triton.jit
 def scale_of_e8m0(code):
-    """Multiplier into FP8: 2^(127 - code), NaN for 255."""
-    # Built from bits: exp2 is approximate, and a multiplication may flush 2^-127.
+    """Return the multiplier into FP8: 2^(127 - code), NaN for 255."""
+    # From bits, because exp2 is approximate and a multiplication may flush 2^-127.
     bits = tl.where(code == 254, HALF_OF_SMALLEST_NORMAL, (254 - code) << 23)
     return as_float(tl.where(code == 255, NAN_BITS, bits))
 
 
 @triton.jit
 def scale_inv_of_e8m0(code):
-    """Multiplier back from FP8: 2^(code - 127), NaN for 255."""
+    """Return the multiplier back from FP8: 2^(code - 127), NaN for 255."""
     bits = tl.where(code == 0, HALF_OF_SMALLEST_NORMAL, code << 23)
     return as_float(tl.where(code == 255, NAN_BITS, bits))
 
 
 @triton.jit
 def scale_of_key(key, prev, fmax, RULE: tl.constexpr):
-    """Scale into FP8 from the float32 key of amax; see `fp8_common.amax_to_scale`.
+    """Return the scale into FP8 for the float32 key of an amax.
 
-    `fmax` is float32 of the shape of `key`: the numerator, margin included. RULE comes from `scale_rule`:
-    (eps key, lowest key, highest key, power_of_2, zero, nonfinite, mantissa bits of a stable scale or 0, largest key
-    that it rounds to 0).
+    See `fp8_common.amax_to_scale`. `fmax` is the numerator in float32, margin included, and broadcasts to `key`; so
+    does `prev`, the previous scale. RULE is a `launch.ScaleRule`.
     """
     if RULE[6] != 0:
         key = rounded_key(key, RULE[6], RULE[7])
-    # As integers, because a float maximum on a GPU drops NaN; NaN's key is above every eps.
+    # An integer maximum, because a float maximum on a GPU drops NaN; NaN's key is above every eps.
     raised = tl.maximum(key, RULE[0])
-    # Infinity and NaN are replaced by 1.0 for the division; their scales are chosen below, by the key.
+    # Infinity and NaN are replaced by 1.0 for the division; their scales are selected below, by the key.
     amax = as_float(tl.where(raised < INF_KEY, raised, 0x3F800000))
-    # Scales are positive, so their bits are ordered like them.
+    # Scales are positive, so their bits have the same order.
     bits = tl.minimum(tl.maximum(as_bits(tl.div_rn(fmax, amax)), RULE[1]), RULE[2])
     if RULE[3]:
         bits = bits & INF_KEY  # clears the mantissa

@@ -1,9 +1,8 @@
 """Kernels for amax and cast of many tensors in one launch.
 
-All tensors have one dtype.
-
-The list is a table on the device: the address and length of every tensor, and for every program its tensor and which
-chunk of it. No program exists for an empty tensor. Results lie in one buffer, so that a new buffer needs no new table.
+All tensors have the same dtype. A table on the device lists the address and length of each tensor, and the tensor and
+chunk of each program. An empty tensor has no program. The codes of all tensors are in one buffer, at offsets from the
+table, so that a new buffer needs no new table.
 """
 
 from collections.abc import Sequence
@@ -18,17 +17,17 @@ from fp8_common.formats import Format
 
 BLOCK, ITERS = 4096, 4
 TABLE = {"numel_ptr": "int64", "tensor_ptr": "int32", "chunk_ptr": "int32"}
-"""Inputs of both kernels besides addresses: the length of each tensor, the tensor and chunk of each program."""
+"""Dtypes of the table except addresses: length of each tensor; tensor and chunk of each program."""
 
 
 @triton.jit
 def tensor_at(ptrs_ptr, t, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Load a pointer from a table of addresses.
+    """Load the pointer to tensor t from a table of addresses.
 
-    ALIGNED promises multiples of 16 bytes.
+    ALIGNED promises that the address is a multiple of 16 bytes.
     """
-    # Triton has no facts about a loaded address; the hint must follow the conversion to a pointer, or every access
-    # handles a single element.
+    # Triton assumes nothing about a loaded address. The hint must follow the conversion to a pointer, otherwise every
+    # access handles a single element.
     p = tl.load(ptrs_ptr + t).to(tl.pointer_type(DTYPE))
     return tl.multiple_of(p, 16) if ALIGNED else p
 
@@ -45,9 +44,9 @@ def foreach_amax_kernel(
     BLOCK: tl.constexpr,
     ITERS: tl.constexpr,
 ):
-    """Raise amax[t] to the key of max |x_t| for all tensors.
+    """Raise amax[t] to the key of max |x_t|, for all tensors.
 
-    `amax` is int32 [T] and starts at zero.
+    `amax` is int32 [T] and is zero before the launch.
     """
     t = tl.load(tensor_ptr + tl.program_id(0))
     base = tl.load(chunk_ptr + tl.program_id(0)).to(tl.int64) * (BLOCK * ITERS)
@@ -69,17 +68,15 @@ def foreach_cast_kernel(
     BLOCK: tl.constexpr,
     ITERS: tl.constexpr,
 ):
-    """Write fp8(x_t * scale[t]) to y[offset[t]:] for all tensors.
+    """Write fp8(x_t * scale[t]) to y[offset[t]:], for all tensors.
 
-    `scale` is float32 [T].
-
-    Offsets are int64 multiples of 16 elements.
+    `scale` is float32 [T]. `offset` is int64 [T], in elements of y; each is a multiple of 16.
     """
     F8: tl.constexpr = y_ptr.dtype.element_ty
     t = tl.load(tensor_ptr + tl.program_id(0))
     base = tl.load(chunk_ptr + tl.program_id(0)).to(tl.int64) * (BLOCK * ITERS)
     n, scale = tl.load(numel_ptr + t), tl.load(scale_ptr + t)
-    # Without the hint after the load, stores would be narrow.
+    # Without the hint after the load, a store would write single elements.
     x, y = tensor_at(ptrs_ptr, t, DTYPE, ALIGNED), y_ptr + tl.multiple_of(tl.load(offset_ptr + t), 16)
     o = tl.arange(0, BLOCK)
     if base + BLOCK * ITERS <= n:
@@ -94,7 +91,7 @@ def foreach_cast_kernel(
 
 
 def foreach_chunks(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the tensor and chunk of each program of foreach kernels."""
+    """Return the tensor and the chunk of each program, from tensor sizes."""
     # A tensor without elements has no chunk, hence no program.
     pairs = [(t, c) for t, size in enumerate(sizes) for c in range(tile_count(size, BLOCK * ITERS))]
     return [t for t, _ in pairs], [c for _, c in pairs]
@@ -102,9 +99,13 @@ def foreach_chunks(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
 
 @plan
 def foreach_amax(programs: int, tensors: int, dtype: str, *, aligned: bool) -> Launch:
-    """Plan int32 keys [tensors] of max |x| of many tensors.
+    """Plan the int32 keys [tensors] of max |x| of many tensors.
 
-    `aligned`: all addresses are multiples of 16.
+    Args:
+        programs: Programs in the table, see `foreach_chunks`.
+        tensors: Number of tensors.
+        dtype: dtype of all tensors.
+        aligned: Whether the addresses of all tensors are multiples of 16 bytes.
     """
     return Launch(
         kernel=foreach_amax_kernel,
@@ -121,10 +122,14 @@ def foreach_amax(programs: int, tensors: int, dtype: str, *, aligned: bool) -> L
 def foreach_cast(programs: int, elements: int, dtype: str, fmt: str | Format, *, aligned: bool) -> Launch:
     """Plan y_t = fp8(x_t * scale[t]) of many tensors.
 
-    All y_t are in one buffer, each at its offset.
+    All y_t are in one buffer, each at its offset, a multiple of 16 elements.
 
-    `aligned`: the addresses of all x_t are multiples of 16. Offsets are multiples of 16 elements; the buffer has
-    `elements`.
+    Args:
+        programs: Programs in the table, see `foreach_chunks`.
+        elements: Size of the buffer.
+        dtype: dtype of all x_t.
+        fmt: FP8 format.
+        aligned: Whether the addresses of all x_t are multiples of 16 bytes.
     """
     return Launch(
         kernel=foreach_cast_kernel,
@@ -138,5 +143,5 @@ def foreach_cast(programs: int, elements: int, dtype: str, fmt: str | Format, *,
 
 
 def _tile(dtype: str, aligned: bool) -> dict[str, object]:
-    # The dtype behind an address is compiled in: the table does not contain it.
+    # The dtype of the tensors is compiled in, because the table has only their addresses.
     return {"DTYPE": getattr(tl, input_dtype(dtype)), "ALIGNED": aligned, "BLOCK": BLOCK, "ITERS": ITERS}

@@ -1,11 +1,11 @@
-"""Kernels for silu(gate) * up and its gradient, stored as FP8 codes.
+"""Kernels for silu(gate) * up and its gradients, stored as FP8 codes.
 
-Neither the activation nor the gradients of gate and up are stored before their casts. Rows are in consecutive groups,
-each with its own weights, as in `groups`. See `fp8_common.numerics.silu_mul` for the numbers.
+Neither the activation nor the gradients of gate and up are written to memory in high precision. In the backward, rows
+are in consecutive groups, as in `groups`. `fp8_common.numerics.silu_mul` defines the values.
 
-Dims: gate and up are [M, N], or without `up_ptr` the halves of gate_ptr [M, 2 N]. Outputs have the same layout:
-without `up_ptr` codes and folds have 2 N columns and there is one scale for a row of both halves; with it,
-gate's and up's have separate pointers.
+Dims: gate and up are [M, N]. Without `up_ptr` they are the halves of gate_ptr [M, 2 N]: folds and codes of gradients
+then have 2 N columns, and a row of both gradients has one scale. With `up_ptr`, the folds of gate and up have separate
+pointers, and both gradients have separate codes and row scales.
 """
 
 import triton
@@ -54,7 +54,10 @@ C5, C4, C3, C2, C1, C0 = (tl.constexpr(c) for c in activations.POLYNOMIAL)
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)) of float32 x; see `fp8_common._reference.activations`."""
+    """Return 1 / (1 + exp(-x)) of float32 x.
+
+    See `fp8_common._reference.activations`.
+    """
     # comparisons, because a floating point minimum drops NaN
     v = tl.where(x < LOWEST, -LOWEST, -x)
     v = tl.where(x > HIGHEST, -HIGHEST, v)
@@ -72,7 +75,7 @@ def sigmoid(x):
 
 @triton.jit
 def silu_mul(gate, up):
-    """silu(gate) * up, rounded as `fp8_common.numerics.silu_mul` rounds."""
+    """Return silu(gate) * up, rounded like `fp8_common.numerics.silu_mul`."""
     x = gate.to(tl.float32)
     silu = (x * sigmoid(x)).to(gate.dtype)
     return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
@@ -80,7 +83,7 @@ def silu_mul(gate, up):
 
 @triton.jit
 def silu_mul_backward(grad, gate, up):
-    """Gradients of gate and up, and `silu_mul` of both."""
+    """Return the gradients of gate and up, and silu(gate) * up."""
     DTYPE: tl.constexpr = gate.dtype
     dy, x, u = grad.to(tl.float32), gate.to(tl.float32), up.to(tl.float32)
     s = sigmoid(x)
@@ -92,7 +95,7 @@ def silu_mul_backward(grad, gate, up):
 
 @triton.jit
 def load_gate_up(gate_ptr, up_ptr, r, c, N, mask):
-    """Gate and up of rows r and columns c."""
+    """Load gate and up at rows r and columns c."""
     if up_ptr is None:
         at = r.to(tl.int64) * (2 * N) + c
         return tl.load(gate_ptr + at, mask=mask, other=0.0), tl.load(gate_ptr + at + N, mask=mask, other=0.0)
@@ -115,7 +118,10 @@ def gated_rows_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Cast rows of silu(gate) * up with row scales; BN >= N."""
+    """Cast silu(gate) * up with row scales; BN >= N.
+
+    `scale_inv` is float32 [M].
+    """
     if ALIGNED:
         N = multiple_of_16(N)
     r = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -131,14 +137,14 @@ def gated_rows_kernel(
 
 @triton.jit
 def gradients_of_tile(gate_ptr, up_ptr, grad_ptr, r, c, N, mask):
-    """Gradients of gate and up, and silu(gate) * up, of a tile."""
+    """Return both gradients and silu(gate) * up of a tile."""
     gate, up = load_gate_up(gate_ptr, up_ptr, r, c, N, mask)
     return silu_mul_backward(tl.load(grad_ptr + r.to(tl.int64) * N + c, mask=mask, other=0.0), gate, up)
 
 
 @triton.jit
 def folds_of_group(fold_ptr, up_fold_ptr, g, c, N):
-    """Load the factors of gradient columns c in group g."""
+    """Load the folds of columns c in group g, of both gradients."""
     if up_fold_ptr is None:
         at = 2 * g * N.to(tl.int64) + c
         return tl.load(fold_ptr + at, mask=c < N, other=1.0), tl.load(fold_ptr + at + N, mask=c < N, other=1.0)
@@ -147,13 +153,14 @@ def folds_of_group(fold_ptr, up_fold_ptr, g, c, N):
         return tl.load(fold_ptr + at, mask=c < N, other=1.0), tl.load(up_fold_ptr + at, mask=c < N, other=1.0)
 
 
-# This function and the next take only numbers: torch assumes that pointers given to a function that returns store
-# offsets are written to.
+# This function and the next have no pointer arguments: torch assumes that a pointer passed to a function that returns
+# offsets for stores is written to.
 @triton.jit
 def columns_of_group(g, columns, M, N, COUNT, APART: tl.constexpr):
-    """Return the places of column amax and scales in group g.
+    """Return the places of the columns' amax and scales in group g.
 
-    Of gate's gradient, up's and the activation.
+    The three results are for the gradients of gate and up, and for the activation. See `scales_of_gradients` in
+    `fp8_common._reference.activations`.
     """
     wide = N.to(tl.int64)
     if APART:
@@ -168,9 +175,9 @@ def columns_of_group(g, columns, M, N, COUNT, APART: tl.constexpr):
 
 @triton.jit
 def rows_of_gradients(r, c, M, N, APART: tl.constexpr):
-    """Return the row offsets of both gradients.
+    """Return the offsets of the codes of both gradients.
 
-    In one matrix, or in one after the other.
+    They are the halves of one matrix [M, 2 N], or with `APART` two matrices [M, N], one after the other.
     """
     if APART:
         at = r.to(tl.int64) * N + c
@@ -182,13 +189,13 @@ def rows_of_gradients(r, c, M, N, APART: tl.constexpr):
 
 @triton.jit
 def folded_keys(of_gate, of_up, fold, up_fold):
-    """Keys of the gradients of gate and up times their folds."""
+    """Return the narrow keys of both gradients times their folds."""
     return narrow_key(of_gate.to(tl.float32) * fold), narrow_key(of_up.to(tl.float32) * up_fold)
 
 
 @triton.jit
 def raise_columns(amax_ptr, at, key, DTYPE: tl.constexpr, inside):
-    """Raise column amax to the keys of a tile."""
+    """Raise the amax of columns to the keys of a tile."""
     tl.atomic_max(amax_ptr + at, widen_key(tl.max(key, axis=0), DTYPE), mask=inside, sem="relaxed")
 
 
@@ -208,9 +215,9 @@ def gated_back_amax_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Raise amax keys of folded rows and of grouped columns.
+    """Raise the amax keys of folded rows, and of columns by group.
 
-    All start at zero. See `columns_of_group`.
+    The keys are zero before the launch. `columns_of_group` gives the places of columns; rows precede them.
     """
     if ALIGNED:
         N = multiple_of_16(N)
@@ -239,9 +246,12 @@ def gated_back_amax_kernel(
 
 @triton.jit
 def store_turned(t_ptr, at, x, scale_ptr, scale_at, inside, mask, c, N):
-    """Cast a tile by columns and store it transposed, zero-padded."""
+    """Cast a tile by columns and store it transposed.
+
+    Places outside of `inside` become zeros.
+    """
     scale = tl.load(scale_ptr + scale_at, mask=c < N, other=1.0)
-    # zeros after the group for any scale, even NaN
+    # zeros after the group for any scale, also NaN
     q = to_fp8(tl.where(inside, scaled(x, scale), 0.0), t_ptr.dtype.element_ty)
     tl.store(t_ptr + at, q, mask=mask)
 
@@ -267,12 +277,11 @@ def gated_back_cast_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Cast the gradients by folded rows and by columns, and the activation.
+    """Cast both gradients by folded rows and by columns, and the activation.
 
-    Columns are stored transposed; the activation by columns only.
-
-    Place p of the padded groups holds row `source[p]`, or zeros where that is negative, and is in group `group[p]`,
-    which ends before `padded_end[group]`.
+    The activation is cast by columns only. Casts by columns are stored transposed. Place p of the padded groups holds
+    row `source[p]`, or zeros if that is negative, and belongs to group `group[p]`, which ends before
+    `padded_end[group]`.
     """
     P = multiple_of_16(P)
     if ALIGNED:
@@ -293,7 +302,7 @@ def gated_back_cast_kernel(
     to = c.to(tl.int64) * P + places[:, None]
     part = N.to(tl.int64) * P
     for g in range(first, last + 1):
-        # from where to where rather than by the group of each place: that 16 of them are stored at once must be known
+        # A range instead of the group of each place: the compiler must know that 16 places can be stored together.
         begin = multiple_of_16(tl.load(padded_end_ptr + g - 1, mask=g > 0, other=0))
         end = multiple_of_16(tl.load(padded_end_ptr + g))
         stored = (places >= begin)[:, None] & (places < end)[:, None] & (c < N)
@@ -311,12 +320,12 @@ def gated_back_cast_kernel(
 def gated_rows(
     m: int, n: int, dtype: str, fmt: str | Format, policy: ScalePolicy = CANONICAL, *, apart: bool = False
 ) -> Launch:
-    """Plan codes [m, n] and scales [m] of silu(gate) * up.
+    """Plan codes [m, n] and scales back [m] of silu(gate) * up.
 
-    `gate_ptr` is [m, 2 n], gate and up; `apart` with `up_ptr` both are [m, n].
+    `gate_ptr` is [m, 2 n] and holds gate and up. If `apart`, `gate_ptr` and `up_ptr` are [m, n] each.
 
     Raises:
-        Fp8Error: Rows are too long.
+        Fp8Error: If rows are longer than `LONGEST_ROW`.
     """
     if n > LONGEST_ROW:
         raise Fp8Error(f"Rows of an activation stay in registers up to {LONGEST_ROW} columns, got {n}.")
@@ -334,7 +343,7 @@ def gated_rows(
 
 
 def _gradients(m: int, n: int, groups: int, dtype: str, *, apart: bool) -> tuple[dict[str, str | None], dict[str, int]]:
-    """Return the inputs and the sizes of the gradients' kernels."""
+    """Return the common inputs and the sizes of the gradients' kernels."""
     inputs = {"gate_ptr": input_dtype(dtype), "up_ptr": dtype if apart else None, "grad_ptr": dtype}
     inputs |= {"fold_ptr": "float32", "up_fold_ptr": "float32" if apart else None, "group_ptr": "int32"}
     return inputs, matrix_sizes(2 * m, 2 * n) | {"M": m, "N": n, "COUNT": groups}
@@ -342,11 +351,11 @@ def _gradients(m: int, n: int, groups: int, dtype: str, *, apart: bool) -> tuple
 
 @plan
 def gated_back_amax(m: int, n: int, groups: int, dtype: str, *, apart: bool = False) -> Launch:
-    """Plan int32 amax keys of both gradients and the activation.
+    """Plan the int32 amax keys of both gradients and the activation.
 
-    `scales_of_gradients` gives their places. Inputs are `grad_ptr` [m, n], gate and up as in `gated_rows`, the groups
-    of rows, int32 `group_ptr` [m], and the factors of rows before their amax, float32 `fold_ptr` [groups, 2 n], `apart`
-    two of [groups, n].
+    `scales_of_gradients` gives the place of each key. The inputs are `grad_ptr` [m, n], gate and up as in `gated_rows`,
+    the group of each row, int32 `group_ptr` [m], and the folds of the gradients, float32 `fold_ptr` [groups, 2 n], or
+    if `apart` `fold_ptr` and `up_fold_ptr` of [groups, n] each. Rows are folded before their amax, columns are not.
     """
     inputs, sizes = _gradients(m, n, groups, dtype, apart=apart)
     start, count = activations.scales_of_gradients(m, n, groups, apart=apart)["hidden"]
@@ -356,7 +365,7 @@ def gated_back_amax(m: int, n: int, groups: int, dtype: str, *, apart: bool = Fa
         inputs=inputs,
         outputs={"amax_ptr": Out((start + count,), "int32", zeroed=True)},
         scalars=sizes,
-        # larger tiles keep more registers than a processor has for enough of them
+        # larger tiles need so many registers that a processor runs too few programs
         constants={"ALIGNED": n % 16 == 0, "BM": 64, "BN": 32},
         num_warps=4,
     )
@@ -368,14 +377,17 @@ def gated_back_cast(
 ) -> Launch:
     """Plan the codes of both gradients and of the activation.
 
-    Gradients by folded rows and by columns, silu(gate) * up by columns.
+    Gradients are cast by folded rows and by columns, silu(gate) * up by columns. The inputs are as in
+    `gated_back_amax`, with three changes:
 
-    Inputs as in `gated_back_amax`, and float32 `scale_ptr` with the places of `scales_of_gradients`. int32 `source_ptr`
-    and `group_ptr` [p] are the row at each place of the padded groups, or -1, and its group; `padded_end_ptr` [groups]
-    are their ends. Codes are [m, 2 n], `apart` [2, m, n]; column codes are [3 n, p], of gate, up and the activation.
+    - float32 `scale_ptr` has the scales at the places of `scales_of_gradients`.
+    - int32 `source_ptr` [p] has the row at each place of the padded groups, or -1; `group_ptr` [p] has its group.
+    - int32 `padded_end_ptr` [groups] has the ends of the padded groups.
+
+    The outputs are codes [m, 2 n], or if `apart` [2, m, n], and column codes [3 n, p] of gate, up and the activation.
 
     Raises:
-        Fp8Error: 16 does not divide p.
+        Fp8Error: If 16 does not divide p.
     """
     if p % PADDED:
         raise Fp8Error(f"Rows are transposed in multiples of {PADDED}, got {p}. Use the reference.")

@@ -1,10 +1,11 @@
 """Kernels that round gradients into messages and sum received messages.
 
-Row r of a message goes to, or came from, rank r: codes, then a float32 scale for every 128 of them (see
-`fp8_common._reference.gradient_messages.MessageRows`). Element j of row r takes its random bits from word j % 4 of
-counter `offset` + 32 * ceil(C / 128) * r + j // 4: a row begins with a new block of counters. Bits come from Philox
-4x32-10: the key is the 64-bit seed (low word first), the counter its (low word, high word, 0, 0);
-`fp8_common.numerics.random_bits` draws the same in NumPy. The rounding rule is `fp8_common.numerics.encode_stochastic`.
+Row r of a message is sent to, or received from, rank r. It holds codes, then a float32 scale for every 128 codes (see
+`fp8_common._reference.gradient_messages.MessageRows`). Random bits for element j of row r are word j % 4 of counter
+`offset` + 32 * ceil(C / 128) * r + j // 4, so each row begins with a new block of counters. The generator is Philox
+4x32-10. Its key is the 64-bit seed, low word first, and its counter is (low word, high word, 0, 0).
+`fp8_common.numerics.random_bits` draws the same bits in NumPy. The rounding rule is
+`fp8_common.numerics.encode_stochastic`.
 """
 
 import math
@@ -43,29 +44,29 @@ from fp8_common.policy import POWER_OF_2
 
 @triton.jit
 def random_words(seed, counter, BLOCK: tl.constexpr):
-    """uint32 [BLOCK] from counters [BLOCK / 4], four words per counter."""
+    """Return random uint32 [BLOCK], four words per counter [BLOCK / 4]."""
     w0, w1, w2, w3 = tl.randint4x(seed, counter)
-    # `join` adds a last dimension of length 2 and `reshape` numbers it fastest: w0 and w1 must be joined last.
+    # `join` adds a last dimension of length 2, which `reshape` makes the fastest: w0 and w1 must be joined last.
     pairs = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     return tl.reshape(pairs, (BLOCK,)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def round_at_random(v, bits, MAX_KEY: tl.constexpr, MIN_EXPONENT: tl.constexpr, MANTISSA_BITS: tl.constexpr):
-    """Round float32 v to the format's grid at random.
+    """Round float32 v stochastically to the grid of a format.
 
-    Up with the probability of its distance from below; NaN stays.
+    The probability of rounding up is the distance to the grid value below, in steps of the grid. NaN remains NaN.
     """
-    # Saturated first, on the bits: infinity and larger magnitudes become the maximum. NaN is restored at the end.
+    # Bits are saturated first: infinity and larger magnitudes become the maximum. NaN is restored at the end.
     key = tl.minimum(as_bits(v) & KEY_MASK, MAX_KEY)
     magnitude, exponent = as_float(key), tl.maximum((key >> 23) - 127, MIN_EXPONENT)
-    # Scaled by a power of two built from its bits, so that the format's grid in this binade becomes the integers.
+    # Multiplied by a power of two, built from its bits, that maps the format's grid in this binade to integers.
     grid = magnitude * as_float((MANTISSA_BITS - exponent + 127) << 23)
     below = grid.to(tl.int32).to(tl.float32)
     # 23 random bits and a 1 below them: an odd multiple of 2^-24, exact in float32 and never 0.
     threshold = ((bits >> 9) * 2 + 1).to(tl.int32).to(tl.float32) * (2.0**-24)
     steps = below + (threshold < grid - below).to(tl.float32)
-    # On the grid now: the cast to FP8 that follows is exact.
+    # The result is on the grid, so the cast to FP8 that follows is exact.
     rounded = steps * as_float((exponent - MANTISSA_BITS + 127) << 23)
     signed = as_float(as_bits(rounded) | (as_bits(v) & -0x80000000))
     return tl.where(v == v, signed, v)
@@ -75,7 +76,7 @@ def round_at_random(v, bits, MAX_KEY: tl.constexpr, MIN_EXPONENT: tl.constexpr, 
 def to_codes(v, bits, F8: tl.constexpr, RANDOM: tl.constexpr):
     """Round float32 v [BLOCKS, 128] to F8.
 
-    At random if RANDOM gives the format's construction.
+    Rounds to nearest if RANDOM is None, else stochastically; RANDOM is then from `rounding_constants`.
     """
     if RANDOM is None:
         return to_fp8(v, F8)
@@ -99,11 +100,10 @@ def pack_gradients_kernel(
     ALIGNED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Write codes and scales of gradients x [rows, C].
+    """Write codes and scales of gradients x [rows, C] into a message.
 
-    Rows of x have the stride X_PITCH; a program has BLOCKS blocks.
-
-    PITCH is the length of a row of the message in bytes, a multiple of 16.
+    X_PITCH is the row stride of x in elements. PITCH is the row stride of the message in bytes, a multiple of 16. A
+    program casts BLOCKS blocks of 128 elements.
     """
     F8: tl.constexpr = y_ptr.dtype.element_ty
     PITCH = multiple_of_16(PITCH)
@@ -140,18 +140,17 @@ def sum_gradients_kernel(
     ALIGNED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Sum received codes times scales over ranks, divided by DIVISOR.
+    """Dequantize received gradients, sum over ranks, and divide by DIVISOR.
 
-    Codes are [RANKS, C]; ranks are summed first to last.
-
-    INVERSE is 1 / DIVISOR where that is exact, else None.
+    Codes are [RANKS, C]; ranks are added in order, in float32. PITCH is the row stride of the message in bytes. INVERSE
+    is 1 / DIVISOR if that is exact, else None.
     """
     PITCH = multiple_of_16(PITCH)
     if ALIGNED:
         C = multiple_of_16(C)
     b = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     c = b[:, None] * 128 + tl.arange(0, 128)[None, :]
-    # -0, because -0 + x is x for any sign of x; from its bits, because Triton makes +0 of -0.0.
+    # The sum begins with -0, because -0 + x is x also for zeros. It is built from bits: Triton turns -0.0 into +0.
     total = as_float(tl.full((BLOCKS, 128), -0x80000000, tl.int32))
     for rank in range(RANKS):
         q = tl.load(q_ptr + rank * PITCH + c, mask=c < C, other=0.0)
@@ -172,26 +171,24 @@ def pack_gradients(
     *,
     random: tuple[int, int] | None = None,
 ) -> Launch:
-    """Plan codes and power-of-two scales of gradients in a message.
-
-    Gradients are [rows, columns].
+    """Plan the codes and power-of-two scales of gradients in a message.
 
     Args:
-        rows: Ranks that get a row each.
-        columns: Elements of a row.
-        pitches: Elements from one row of the gradients to the next, bytes from one row of the message to the next.
-        dtype: Of the gradients.
-        fmt: The FP8 format.
-        random: Seed and offset of the bits of stochastic rounding; None rounds to nearest.
+        rows: Number of ranks; each receives one row.
+        columns: Elements per row.
+        pitches: Row stride of the gradients in elements, and row stride of the message in bytes.
+        dtype: dtype of the gradients [rows, columns].
+        fmt: FP8 format.
+        random: Seed and first counter of the bits for stochastic rounding; None rounds to nearest.
     """
-    # As in `blocks`, 64 elements a thread; random bits need registers, so that there are fewer.
+    # As in `blocks`, 64 elements per thread; with random bits 16, because the bits need registers.
     per_program = 16 if random else 64
     seed, offset = random or (0, 0)
     return Launch(
         kernel=pack_gradients_kernel,
         grid=rows * tile_count(columns, 128 * per_program),
         inputs={"x_ptr": input_dtype(dtype)},
-        # Both are parts of the message, which the caller makes.
+        # Both are views of the message, which the caller allocates.
         outputs={"y_ptr": codes((rows, columns), fmt), "scale_ptr": Out((rows, tile_count(columns, 128)), "float32")},
         scalars={
             "C": _int32(columns),
@@ -214,9 +211,9 @@ def pack_gradients(
 def sum_gradients(ranks: int, columns: int, pitch: int, fmt: str | Format, dtype: str, divisor: float) -> Launch:
     """Plan the sum over a message's rows, divided by `divisor`.
 
-    Codes are [ranks, columns] with a row stride of `pitch` bytes.
+    Codes are [ranks, columns] with a row stride of `pitch` bytes; the result is [columns] in `dtype`.
     """
-    # Dividing by a power of two and multiplying by its inverse give the same number.
+    # Division by a power of two and multiplication by its inverse give the same number.
     inverse = 1 / divisor if math.frexp(divisor)[0] == 0.5 else None
     return Launch(
         kernel=sum_gradients_kernel,

@@ -1,8 +1,9 @@
-"""`Launch`: one kernel launch, compiled ahead of time or run at once.
+"""`Launch`: one kernel launch, to compile ahead of time or to run.
 
-A `Launch` follows from shapes, dtypes and formats alone. There is no autotuning: torch and JAX run the same code, and
-results do not depend on what ran before. It declares its outputs, so that a framework can make them without knowing the
-kernel. Either framework gives Triton the same types, constants and alignment, hence gets the same code.
+A `Launch` depends only on shapes, dtypes, formats and policies. There is no autotuning: torch and JAX run the same
+code, and results do not depend on earlier launches. A launch declares its outputs, so that a framework can allocate
+them without knowing the kernel. Both frameworks pass Triton the same types, constants and alignment, hence get the same
+machine code.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from fp8_common.hardware import KERNEL_FORMATS
 from fp8_common.policy import CANONICAL, ScalePolicy
 
 INPUTS = ("float16", "bfloat16", "float32")
-"""The dtypes that kernels read values from and write them to."""
+"""dtypes of high-precision values that kernels read and write."""
 
 TYPES = {
     "float16": "fp16",
@@ -40,13 +41,13 @@ TYPES = {
 """Triton's name of each dtype."""
 
 ALIGNMENT = 16
-"""Bytes; with it Triton makes accesses of up to 16 bytes, without it one per element."""
+"""Alignment of pointers in bytes. With it Triton accesses up to 16 bytes at once, without it one element."""
 OPTIONS = {"enable_fp_fusion": True}
-"""Options of every compilation: Triton's default warns in 3.9 and changes in 3.10."""
+"""Options of every compilation. Triton's default of this option warns in 3.9 and changes in 3.10."""
 
 ScaleRule = tuple[int, int, int, bool, str, str, int, int]
-"""(eps key, lowest key, highest key, power_of_2, zero, nonfinite, mantissa bits of a stable scale or 0, largest key
-that it rounds to 0): a `ScalePolicy` as plain values, which Triton can hash and compile into a kernel."""
+"""A `ScalePolicy` as plain values, which Triton can hash and compile into a kernel: (eps key, lowest key, highest key,
+power_of_2, zero, nonfinite, mantissa bits of a stable scale or 0, largest key that a stable scale rounds to 0)."""
 
 _Plan = TypeVar("_Plan", bound=Callable[..., "Launch"])
 
@@ -55,8 +56,8 @@ class Out(NamedTuple):
     """An output of a kernel.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype, e.g. "float8_e4m3fn".
+        shape: Shape.
+        dtype: dtype name, e.g. "float8_e4m3fn".
         zeroed: Whether it must hold zeros before the launch.
     """
 
@@ -67,20 +68,21 @@ class Out(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Launch:
-    """One kernel launch without data; cached, so compared by identity.
+    """Static description of one kernel launch, without data.
 
-    Pointer arguments of the kernel that are neither inputs nor outputs are left out: None, compiled in.
+    Instances are compared by identity so that they can be cache keys. Kernel pointers that are neither inputs nor
+    outputs are passed as None and compiled in.
 
     Attributes:
-        kernel: The `@triton.jit` function.
-        grid: Number of programs; 0 means that there is nothing to do.
-        inputs: Dtype of every pointer that is only read; None for those left out.
-        outputs: Every pointer that is written, with its shape and dtype.
-        scalars: Value of every scalar argument; its type is the kernel's annotation.
-        constants: Values compiled into the kernel.
+        kernel: `@triton.jit` function.
+        grid: Number of programs; 0 skips the launch.
+        inputs: dtype of each read-only pointer, or None for an omitted one.
+        outputs: Shape and dtype of each written pointer.
+        scalars: Value of each scalar argument. Its type is the kernel's annotation.
+        constants: Compile-time constants.
         num_warps: Warps per program.
-        updated: Outputs that are read before they are written.
-        loaded: By the index of a device, the kernel that was loaded there; filled by `run`.
+        updated: Names of outputs that are read before they are written.
+        loaded: Loaded kernel of each device index; filled by `run`.
     """
 
     kernel: Any
@@ -95,24 +97,24 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """The kernel's name, e.g. "rowwise"."""
+        """Name of the kernel, e.g. "rowwise"."""
         return self.kernel.__name__.removesuffix("_kernel")
 
     @cached_property
     def pointers(self) -> dict[str, str]:
-        """Return Triton's element types of the given pointers, in order."""
+        """Triton's element type of each pointer that is not omitted, in order."""
         dtypes = dict(self.inputs) | {name: out.dtype for name, out in self.outputs.items()}
         return {name: TYPES[dtype] for name in self.kernel.arg_names if (dtype := dtypes.get(name))}
 
     @cached_property
     def fixed(self) -> dict[str, Any]:
-        """Return scalar arguments, and None for omitted pointers."""
+        """Values of all other arguments: scalars, constants, None for omitted pointers."""
         given = {**self.scalars, **self.constants}
         return {name: given.get(name) for name in self.kernel.arg_names if name not in self.pointers}
 
     @cached_property
     def scalar_types(self) -> dict[str, str]:
-        """Triton's type of every scalar, in the order of the kernel's arguments."""
+        """Triton's type of each scalar, in the order of the kernel's arguments."""
         return {p.name: p.annotation_type for p in self.kernel.params if p.name in self.scalars}
 
 
@@ -135,14 +137,12 @@ class Compiled(NamedTuple):
 
 
 def compile_launch(launch: Launch, capability: int, kernel: Any = None, **options: Any) -> Compiled:
-    """Compile a launch for a compute capability such as 90.
-
-    Works on any machine.
+    """Compile a launch for a compute capability; needs no GPU.
 
     Args:
-        launch: What to compile: every pointer is 16-byte aligned, no scalar is specialized.
-        capability: Ten times the major plus the minor compute capability.
-        kernel: Another `@triton.jit` function with the same arguments, for comparisons.
+        launch: Launch to compile. All pointers are assumed to be 16-byte aligned; scalars are not specialized.
+        capability: Ten times the major plus the minor compute capability, such as 90.
+        kernel: Replacement for the kernel, a `@triton.jit` function with the same arguments, for comparisons.
         options: Further compiler options, e.g. maxnreg.
     """
     function = kernel or launch.kernel
@@ -150,12 +150,12 @@ def compile_launch(launch: Launch, capability: int, kernel: Any = None, **option
     signature = dict.fromkeys(function.arg_names, "constexpr") | pointers | launch.scalar_types
     fixed = {name: value for name, value in launch.fixed.items() if name not in launch.scalars}
     aligned = {(i,): [["tt.divisibility", ALIGNMENT]] for i, name in enumerate(function.arg_names) if name in pointers}
-    built = triton.compile(
+    compiled = triton.compile(
         ASTSource(function, signature=signature, constexprs=fixed, attrs=aligned),
         target=GPUTarget("cuda", capability, 32),
         options=OPTIONS | {"num_warps": launch.num_warps} | options,
     )
-    asm, data = built.asm, built.metadata
+    asm, data = compiled.asm, compiled.metadata
     return Compiled(name=data.name, ptx=asm["ptx"], cubin=asm["cubin"], shared=data.shared, num_warps=launch.num_warps)
 
 
@@ -165,10 +165,10 @@ _address = methodcaller("data_ptr")
 class Loaded:
     """A compiled kernel on one device, ready to launch.
 
-    Triton's own launch looks the kernel up by all arguments, which takes the host longer than everything else.
+    It bypasses Triton's own launch, whose lookup of the kernel by all arguments dominates the time on the host.
 
     Args:
-        launch: The launch; pointers, also omitted ones, are the first arguments of its kernel.
+        launch: Launch. The first arguments of its kernel are the pointers, including omitted ones.
         kernel: Triton's compiled kernel for pointers at multiples of `ALIGNMENT`.
     """
 
@@ -177,19 +177,19 @@ class Loaded:
         first = next((i for i, name in enumerate(names) if name in others), len(names))
         self._pointers, self._rest = names[:first], [launch.fixed[name] for name in names[first:]]
         self._grid, self._hooks, self._knobs = launch.grid, launch.kernel.pre_run_hooks, triton.knobs.runtime
-        # `JITFunction.run` ends in `run` and these attributes, in Triton 3.6 to 3.9.
+        # In Triton 3.6 to 3.9, `JITFunction.run` ends with a call of `kernel.run` with these attributes.
         self._start, self._function, self._packed = kernel.run, kernel.function, kernel.packed_metadata
-        self._kernel = kernel  # which unloads itself when it goes
+        self._kernel = kernel  # keeps the kernel loaded: it unloads when it is deleted
         self._stream = triton.runtime.driver.active.get_current_stream
 
     def start(self, tensors: Mapping[str, Any], device: int | None) -> bool:
-        """Launch on the current stream; return False if unsupported.
+        """Launch on the current stream; return False if Triton must launch.
 
-        False if Triton must inspect the arguments.
+        Nothing is launched if a profiler has registered hooks or a pointer is not aligned.
 
         Args:
-            tensors: As of `run`; of the dtypes that the launch names.
-            device: Index of the device, which is the current one.
+            tensors: Tensors by pointer name, as in `run`, in the dtypes of the launch.
+            device: Index of the current device.
         """
         knobs = self._knobs
         if self._hooks or knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls:  # hooks of profilers
@@ -210,16 +210,17 @@ def run(
     device: int | None = None,
     refusal: Callable[[], Exception | None] = lambda: None,
 ) -> None:
-    """Run a launch on tensors named like its pointers.
-
-    On the GPU, or on CPU tensors under the interpreter.
+    """Run a launch on the current GPU, or in Triton's interpreter.
 
     Args:
-        launch: What to run.
-        tensors: Its data, without the pointers that are left out.
-        device: Index of the device, which is the current one; None under the interpreter.
-        refusal: Returns an error to raise instead of compiling and loading a kernel that was not launched before: a
-            CUDA graph under capture would become invalid.
+        launch: Launch to run.
+        tensors: Tensors by pointer name, inputs and outputs, without omitted pointers. CPU tensors in the interpreter.
+        device: Index of the current device; None in the interpreter.
+        refusal: Function that returns an error, or None. The error is raised instead of compiling or loading a kernel
+            for the first time, which would invalidate a CUDA graph under capture.
+
+    Raises:
+        KeyError: If the interpreter gets a tensor that is no argument of the kernel.
     """
     if launch.grid == 0:  # CUDA does not allow an empty grid
         return
@@ -229,8 +230,8 @@ def run(
     if interpreting() and tensors.keys() - set(launch.kernel.arg_names):
         # Triton rejects such arguments only on a GPU.
         raise KeyError(f"{launch.name} takes {launch.kernel.arg_names}, got {sorted(tensors)}.")
-    refused = refusal()
-    with nullcontext() if refused is None else _loading_refused(refused):
+    error = refusal()
+    with nullcontext() if error is None else _raise_on_load(error):
         kernel = launch.kernel[(launch.grid,)](**{**launch.fixed, **tensors}, num_warps=launch.num_warps, **OPTIONS)
     # the interpreter returns nothing
     if kernel is not None and not any(address % ALIGNMENT for address in map(_address, tensors.values())):
@@ -238,15 +239,15 @@ def run(
 
 
 @contextmanager
-def _loading_refused(refusal: Exception) -> Iterator[None]:
-    """Raise on compilation or loading of kernels in this context."""
+def _raise_on_load(error: Exception) -> Iterator[None]:
+    """Raise `error` if a kernel is compiled or loaded in this context."""
 
-    def refuse(**_: Any) -> None:
-        raise refusal
+    def raise_error(**_: Any) -> None:
+        raise error
 
-    # Before anything is compiled or remembered, so that the kernel can be launched later.
+    # Triton calls this hook before it compiles or caches anything, so the kernel can be launched later.
     knobs = triton.knobs.runtime
-    hook, knobs.jit_cache_hook = knobs.jit_cache_hook, refuse
+    hook, knobs.jit_cache_hook = knobs.jit_cache_hook, raise_error
     try:
         yield
     finally:
@@ -256,7 +257,7 @@ def _loading_refused(refusal: Exception) -> Iterator[None]:
 def interpreting() -> bool:
     """Return whether this process interprets kernels on the CPU.
 
-    TRITON_INTERPRET=1 at the import of triton.
+    It does if TRITON_INTERPRET=1 was set when triton was imported.
     """
     return bool(triton.knobs.runtime.interpret)
 
@@ -265,45 +266,45 @@ def interpreting() -> bool:
 
 
 def plan(make: _Plan) -> _Plan:
-    """Return `make` with a cache of the latest 1024 launches.
+    """Cache the latest 1024 launches that a plan function returns.
 
-    Every step requests the same few; numbers of tokens may change from step to step.
+    Each step requests the same few launches, but the number of tokens may change between steps.
     """
     kept: Any = lru_cache(maxsize=1024)(make)
     return kept
 
 
 def scale_rule(fmt: str | Format, policy: ScalePolicy = CANONICAL) -> tuple[float, ScaleRule]:
-    """Return (numerator, RULE): a policy as plain values for kernels.
+    """Return the numerator of a scale, and its policy as plain values.
 
-    RULE is the same for all formats, unless the policy is stable.
+    The numerator is `fmt.max * 2^-margin`. The `ScaleRule` is the same for all formats unless the policy is stable.
 
     Raises:
-        Fp8Error: The policy makes E8M0 scales, which only `mx` does.
+        Fp8Error: If the policy makes E8M0 scales, for which only the kernel `mx` exists.
     """
     if policy.formula == "e8m0":
         raise Fp8Error(f"Policy {policy.name!r} makes E8M0 scales: use the kernel mx, or the reference.")
     form = get_data_format(fmt)
-    # Multiplying the largest value by a power of two is exact, so the margin costs no second rounding.
+    # Multiplying the largest value by a power of two is exact, so the margin adds no rounding.
     fmax = float(np.float32(form.max * 2.0**-policy.margin))
-    # Limits as int32 keys: the kernels compare bits, because a floating point minimum on a GPU drops NaN.
+    # Limits are int32 keys: the kernels compare bits, because a floating point minimum on a GPU drops NaN.
     keys = (key_of(policy.eps), key_of(policy.lower), key_of(policy.upper))
     bits, small = (form.mantissa_bits, stable_zero_key(form)) if policy.stable else (0, 0)
     return fmax, (*keys, policy.power_of_2, policy.zero, policy.nonfinite, bits, small)
 
 
 def scale_constants(fmt: str | Format, policy: ScalePolicy | None) -> dict[str, object]:
-    """Return compiled-in constants of kernels that make or use scales."""
+    """Return the constants FMAX and RULE of kernels that scale.
+
+    Without a policy, FMAX is the largest value of the format and RULE is None.
+    """
     form = kernel_format(fmt)
     fmax, rule = (form.max, None) if policy is None else scale_rule(form, policy)
     return {"FMAX": fmax, "RULE": rule}
 
 
 def rounding_constants(fmt: str | Format) -> tuple[int, int, int]:
-    """Return a format's largest key, exponent and mantissa bits.
-
-    Random rounding needs them; the exponent is the smallest.
-    """
+    """Return the largest key, smallest exponent and mantissa bits of a format."""
     form = kernel_format(fmt)
     return key_of(form.max), form.min_exponent, form.mantissa_bits
 
@@ -312,7 +313,7 @@ def matrix_sizes(m: int, n: int) -> dict[str, int]:
     """Return the scalar arguments of a kernel on a matrix [m, n].
 
     Raises:
-        Fp8Error: Rows or columns do not fit in int32; offsets, which multiply both, are int64 in the kernels.
+        Fp8Error: If the rows or columns do not fit in int32. Offsets, which multiply both, are int64 in the kernels.
     """
     if max(m, n) >= 1 << 31:
         raise Fp8Error(f"Kernels take matrices of fewer than 2^31 rows and columns, got {m} x {n}.")
@@ -323,7 +324,7 @@ def input_dtype(dtype: str) -> str:
     """Return `dtype` if kernels read and write it.
 
     Raises:
-        Fp8Error: They do not.
+        Fp8Error: If `dtype` is not in `INPUTS`.
     """
     if dtype not in INPUTS:
         raise Fp8Error(f"Kernels read and write {', '.join(INPUTS)}, got {dtype}. Convert it to float32 first.")
@@ -331,12 +332,16 @@ def input_dtype(dtype: str) -> str:
 
 
 def codes(shape: tuple[int, ...], fmt: str | Format) -> Out:
-    """Return an output of FP8 codes."""
+    """Return the declaration of an output of FP8 codes."""
     return Out(shape, kernel_format(fmt).dtype_name)
 
 
 def kernel_format(fmt: str | Format) -> Format:
-    """Return a format that kernels write, or raise."""
+    """Return a data format that kernels support.
+
+    Raises:
+        Fp8Error: If they do not support it.
+    """
     form = get_data_format(fmt)
     if form not in KERNEL_FORMATS:
         raise Fp8Error(f"Kernels write e4m3 and e5m2, got {form.name}. Use the reference.")
@@ -344,18 +349,18 @@ def kernel_format(fmt: str | Format) -> Format:
 
 
 def key_of(value: float) -> int:
-    """Return the bits of a non-negative float32, ordered as its values are."""
+    """Return the bits of a non-negative float32, ordered like the values."""
     return int(np.float32(value).view(np.int32))
 
 
 def tile_count(n: int, side: int) -> int:
-    """Return the number of tiles of `side` that cover `n`."""
+    """Return ceil(n / side), the number of tiles that cover `n`."""
     return -(-n // side)
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the next power of two from `n` on.
+    """Return the smallest power of two that is at least `n`.
 
-    Sides of Triton's tiles are powers of two.
+    The sides of Triton's tiles must be powers of two.
     """
     return 1 << max(0, n - 1).bit_length()

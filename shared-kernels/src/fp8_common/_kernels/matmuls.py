@@ -1,9 +1,9 @@
 """Grouped matmuls of FP8 codes: rows by matrices, and over groups.
 
-Some programs go through all tiles, group after group; where groups end is read on the device. Scales are applied to the
-float32 sums. Operands come through masked loads: a TMA descriptor of each group needs memory that is allocated at the
-launch, which plans do not have. 16 divides N and K, and the rows of groups that are contracted.
-Compiled for sm_90 and run in Triton's interpreter; never on a GPU.
+A fixed number of programs loops over all tiles, group after group, and reads the ends of groups on the device. Scales
+are applied to the float32 sums. Operands are read by masked loads: TMA descriptors per group would need memory
+allocated at the launch, which plans do not provide. 16 divides N and K, and the rows of groups if these are contracted.
+The kernels were compiled for sm_90 and run in Triton's interpreter, but never on a GPU.
 """
 
 import triton
@@ -15,16 +15,19 @@ from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format
 
 ALIGNED = 16
-"""Divides all sizes except the number of rows."""
+"""Divisor of all sizes except the number of rows of `matmul_rows`."""
 PROGRAMS = 132
-"""The processors of an H100: one program each."""
+"""Number of programs: one per multiprocessor of an H100."""
 SIDE, DEPTH, STAGES = 128, 128, 4
-"""Sides of the tiles of a result, how much is contracted at a time, and how many of those are in flight."""
+"""Side of a result tile, contracted elements per step, and steps whose loads are in flight."""
 
 
 @triton.jit
 def place_of_tile(tile, tiles_m, tiles_n, BAND: tl.constexpr):
-    """Row and column of a tile, in bands that share operands."""
+    """Return the row and column of a tile.
+
+    Tiles are numbered in bands of BAND rows, so that consecutive programs share operands.
+    """
     first = tile // (BAND * tiles_n) * BAND
     size = min(tiles_m - first, BAND)
     inside = tile % (BAND * tiles_n)
@@ -51,18 +54,17 @@ def matmul_rows_kernel(
 ):
     """Compute y[m] = (a[m] @ b[g].T) * a_inv[m] * b_inv[g].
 
-    g is the group of row m; zeros for rows of no group.
-
-    a is [M, K], b is [COUNT, N, K]. Rows of no group are one more group without terms. The tensor cores add IMPRECISE
-    terms before a float32 sum takes them; None is all.
+    g is the group of row m; a is [M, K], b is [COUNT, N, K]. Rows after the last group are zeros: they form one more
+    group with an empty sum. The tensor cores accumulate IMPRECISE terms before they are added to a float32 sum; None
+    means all terms.
     """
     N, K = multiple_of_16(N), multiple_of_16(K)
     tiles_n = tl.cdiv(N, BN)
-    zero = tl.program_id(0) * 0  # a tensor for the interpreter, too
+    zero = tl.program_id(0) * 0  # a tensor also in the interpreter
     group, before, start = zero, zero, zero
     end = tl.load(end_ptr)
     tiles_m = tl.cdiv(end, BM)
-    # an upper bound that needs no ends: each group begins a new tile
+    # An upper bound of the number of tiles, without reading the ends: each group begins a new tile.
     for tile in tl.range(tl.program_id(0), (tl.cdiv(M, BM) + COUNT) * tiles_n, tl.num_programs(0)):
         while (group <= COUNT) & (tile >= before + tiles_m * tiles_n):
             before += tiles_m * tiles_n
@@ -71,10 +73,10 @@ def matmul_rows_kernel(
             end = tl.where(group < COUNT, tl.load(end_ptr + group, mask=group < COUNT, other=0), M)
             tiles_m = tl.cdiv(end - start, BM)
         if group <= COUNT:
-            own_m, own_n = place_of_tile(tile - before, tiles_m, tiles_n, 8)
-            m, n = start + own_m * BM + tl.arange(0, BM), own_n * BN + tl.arange(0, BN)
+            tile_m, tile_n = place_of_tile(tile - before, tiles_m, tiles_n, 8)
+            m, n = start + tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
             k = tl.arange(0, BK)
-            # beyond a tile's rows and columns its last one is read, and not stored
+            # Beyond the last row or column, the last one is read again, and its result is not stored.
             a_rows = a_ptr + tl.minimum(m, end - 1).to(tl.int64)[:, None] * K + k[None, :]
             b_rows = b_ptr + (group.to(tl.int64) * N + tl.minimum(n, N - 1))[:, None] * K + k[None, :]
             acc = tl.zeros((BM, BN), tl.float32)
@@ -110,28 +112,27 @@ def matmul_over_rows_kernel(
 ):
     """Compute y[g] = (a[:, g] @ b[:, g].T) * a_inv[g] * b_inv[g].
 
-    Contracted over the rows of group g; zeros for a group without rows.
-
-    a is [N, P], b is [K, P]; 16 divides where groups end. See `matmul_rows_kernel` for IMPRECISE.
+    a is [N, P], b is [K, P]; g selects the columns of a group. A group without columns gives zeros. 16 divides the ends
+    of groups. See `matmul_rows_kernel` for IMPRECISE.
     """
     P, N, K = multiple_of_16(P), multiple_of_16(N), multiple_of_16(K)
     tiles_n, tiles_k = tl.cdiv(N, BN), tl.cdiv(K, BK)
     for tile in tl.range(tl.program_id(0), COUNT * tiles_n * tiles_k, tl.num_programs(0)):
         group = tile // (tiles_n * tiles_k)
-        own_n, own_k = place_of_tile(tile % (tiles_n * tiles_k), tiles_n, tiles_k, 8)
+        tile_n, tile_k = place_of_tile(tile % (tiles_n * tiles_k), tiles_n, tiles_k, 8)
         start = multiple_of_16(tl.load(end_ptr + group - 1, mask=group > 0, other=0))
         end = multiple_of_16(tl.load(end_ptr + group))
-        n, k, p = own_n * BN + tl.arange(0, BN), own_k * BK + tl.arange(0, BK), tl.arange(0, BP)
+        n, k, p = tile_n * BN + tl.arange(0, BN), tile_k * BK + tl.arange(0, BK), tl.arange(0, BP)
         a_rows = a_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * P + p[None, :]
         b_rows = b_ptr + tl.minimum(k, K - 1).to(tl.int64)[:, None] * P + p[None, :]
         acc = tl.zeros((BN, BK), tl.float32)
         for at in tl.range(start, end, BP, num_stages=STAGES):
-            # of both: a NaN of the next group times zero is NaN
+            # Both are masked, because a NaN of the next group times zero is NaN.
             inside = (at + p < end)[None, :]
             a = tl.load(a_rows + at, mask=inside, other=0.0)
             b = tl.load(b_rows + at, mask=inside, other=0.0)
             acc = tl.dot(a, b.T, acc, max_num_imprecise_acc=IMPRECISE)
-        # the scales of a group without rows may be anything
+        # The scales of an empty group may have any value.
         a_inv = tl.load(a_inv_ptr + group.to(tl.int64) * N + n, mask=n < tl.where(start < end, N, 0), other=0.0)
         b_inv = tl.load(b_inv_ptr + group.to(tl.int64) * K + k, mask=k < tl.where(start < end, K, 0), other=0.0)
         y = acc * a_inv[:, None] * b_inv[None, :]
@@ -141,21 +142,22 @@ def matmul_over_rows_kernel(
 
 @plan
 def matmul_rows(m: int, n: int, k: int, groups: int, fmt: str | Format, other: str | Format, *, fast: bool) -> Launch:
-    """Plan grouped matmuls [m, n] in bfloat16.
+    """Plan a grouped matmul of rows, [m, n] in bfloat16.
 
-    Codes [m, k] times the codes [n, k] of each row's group.
+    Each row of the codes [m, k] is multiplied by the matrix [n, k] of its group.
 
     Args:
-        m: Rows.
+        m: Number of rows.
         n: Rows of each matrix, a multiple of 16.
         k: Columns, a multiple of 16.
-        groups: Groups, at least one. int32 `end_ptr` [groups] is behind the last row of each, and never falls.
+        groups: Number of groups, at least one. int32 `end_ptr` [groups] has the end of each group's rows, in
+            non-decreasing order.
         fmt: Format of the rows. Their float32 scales back from FP8 are [m].
         other: Format of the matrices. Their scales back are [groups, n].
         fast: Whether the tensor cores may accumulate with fewer bits.
 
     Raises:
-        Fp8Error: 16 does not divide n or k.
+        Fp8Error: If 16 does not divide n or k.
     """
     sizes = _sizes(n, k, "N", "K") | {"M": matrix_sizes(m, n)["M"], "COUNT": groups}
     tiles = (tile_count(m, SIDE) + groups) * tile_count(n, SIDE)
@@ -166,22 +168,22 @@ def matmul_rows(m: int, n: int, k: int, groups: int, fmt: str | Format, other: s
 def matmul_over_rows(
     p: int, n: int, k: int, groups: int, fmt: str | Format, other: str | Format, *, fast: bool
 ) -> Launch:
-    """Plan matmuls [groups, n, k] over groups, in bfloat16.
+    """Plan a matmul over each group, [groups, n, k] in bfloat16.
 
-    Codes [n, p] and [k, p], contracted over the columns of each group.
+    Codes [n, p] and [k, p] are contracted over the columns of each group.
 
     Args:
-        p: Columns of both, a multiple of 16. int32 `end_ptr` [groups] is behind the last one of each group, a multiple
-            of 16 that never falls.
-        n: Rows of the first, a multiple of 16.
-        k: Rows of the second, a multiple of 16.
-        groups: Groups.
-        fmt: Format of the first. Its float32 scales back from FP8 are [groups, n].
-        other: Format of the second. Its scales back are [groups, k].
+        p: Columns of both operands, a multiple of 16. int32 `end_ptr` [groups] has the end of each group's columns,
+            multiples of 16 in non-decreasing order.
+        n: Rows of the first operand, a multiple of 16.
+        k: Rows of the second operand, a multiple of 16.
+        groups: Number of groups.
+        fmt: Format of the first operand. Its float32 scales back from FP8 are [groups, n].
+        other: Format of the second operand. Its scales back are [groups, k].
         fast: Whether the tensor cores may accumulate with fewer bits.
 
     Raises:
-        Fp8Error: 16 does not divide p, n or k.
+        Fp8Error: If 16 does not divide p, n or k.
     """
     sizes = _sizes(n, k, "N", "K") | _sizes(p, p, "P", "P") | {"COUNT": groups}
     tiles = groups * tile_count(n, SIDE) * tile_count(k, SIDE)

@@ -1,12 +1,12 @@
 """Row-wise kernels: short rows, long rows, and rows with columns.
 
-With FOLD, column n of x is multiplied by `fold[n]` first, in float32. The backward of a row-wise scaled weight needs
-it: the weight's row scales move into the gradient, so one FP8 copy of the weight serves both passes. Rows in groups,
-whose int32 indices are in `group_ptr`, are multiplied by `fold[group[m], n]`.
+With `fold_ptr`, column n of x is first multiplied by `fold[n]`, in float32. The backward of a row-wise scaled weight
+needs this: the row scales of the weight are folded into the gradient, so one FP8 copy of the weight serves both passes.
+Rows in groups, whose int32 indices are in `group_ptr`, are multiplied by `fold[group[m], n]`.
 
-Row-wise matmuls contract activation and gradient over columns once and over rows once. `amax_both` finds the amax of
-rows and columns, `cast_both` casts with both; `fold` applies to the rows. Dims: x_MN and y_MN are [M, N], yt_NM is [N,
-M], scale_M and group_M are [M], fold is [N] or [groups, N].
+Row-wise matmuls contract activations and gradients over columns once, and over rows once. `amax_both` computes the amax
+of rows and columns, and `cast_both` casts with the scales of both; only rows are folded. Dims: x_MN and y_MN are
+[M, N], yt_NM is [N, M], scale_M and group_M are [M], fold is [N] or [groups, N].
 """
 
 import triton
@@ -38,14 +38,14 @@ from fp8_common.formats import Format
 from fp8_common.policy import CANONICAL, ScalePolicy
 
 LONGEST_ROW = 16384
-"""Rows up to this length stay in the registers of one program."""
+"""Length of the longest row that one program holds in registers."""
 
 
 @triton.jit
 def load_values(x_ptr, fold_ptr, at, fold_at, mask, fold_mask):
-    """Load x, multiplied by `fold` if given.
+    """Load x, multiplied by `fold` if that is not None.
 
-    Folded values are float32, others have the dtype of x.
+    Folded values are float32; other values have the dtype of x.
     """
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
     if fold_ptr is not None:
@@ -72,9 +72,9 @@ def rowwise_kernel(
 ):
     """Cast rows with row scales, in one pass; BN >= N.
 
-    scale[m] is made from max |x[m, :]|, y[m, :] = fp8(x[m, :] * scale[m]).
+    scale[m] is computed from max |x[m, :]|, and y[m, :] = fp8(x[m, :] * scale[m]).
     """
-    # The row stays in registers between its amax and its cast, so x is read once.
+    # The row remains in registers between its amax and its cast, so x is read once.
     if ALIGNED:
         N = multiple_of_16(N)
     r = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -83,7 +83,7 @@ def rowwise_kernel(
     if group_ptr is None:
         x = load_values(x_ptr, fold_ptr, at, c, mask, c < N)
     else:
-        # The folds of a group are read by all of its rows, out of the cache.
+        # All rows of a group read the same folds, from the cache.
         fold_row = tl.load(group_ptr + r, mask=r < M, other=0).to(tl.int64) * N
         x = load_values(x_ptr, fold_ptr, at, fold_row[:, None] + c, mask, mask)
     key = widen_key(tl.max(narrow_key(x), axis=1), x.dtype)
@@ -108,9 +108,9 @@ def rowwise_long_kernel(
     ALIGNED: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Cast rows of any length, one program per row.
+    """Cast rows of any length, with one program per row.
 
-    The second read of a row comes from the L2 cache.
+    A row is read twice, the second time from the L2 cache.
     """
     if ALIGNED:
         N = multiple_of_16(N)
@@ -118,15 +118,15 @@ def rowwise_long_kernel(
     row = r.to(tl.int64) * N
     c = tl.arange(0, BN)
     fold_row = 0 if group_ptr is None else tl.load(group_ptr + r).to(tl.int64) * N
-    # A key per column of the tile, reduced once after the loop. int32 for both widths: keys are never negative, so
-    # widening one keeps its value.
+    # One key per column of the tile, reduced once after the loop. Keys are never negative, so narrow keys keep their
+    # value in int32.
     key = tl.zeros((BN,), tl.int32)
     for start in range(0, N, BN):
         mask = start + c < N
         x = load_values(x_ptr, fold_ptr, row + start + c, fold_row + start + c, mask, mask)
         key = tl.maximum(key, narrow_key(x).to(tl.int32))
     top = tl.max(key, axis=0)
-    # Folded values are float32, whose keys are already wide.
+    # Folded values are float32, so their keys are float32 keys already.
     if fold_ptr is None:
         top = widen_key(top, x_ptr.dtype.element_ty)
     scale = scale_of_key(top, 1.0, FMAX, RULE)
@@ -149,9 +149,10 @@ def amax_both_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Raise amax keys of folded rows and of columns.
+    """Raise the amax keys of folded rows and of columns.
 
-    amax[m] of x[m, :] * fold, amax[M + n] of x[:, n]; all start at zero.
+    amax[m] is the key of max |x[m, :] * fold|, amax[M + n] is the key of max |x[:, n]|. All keys are zero before the
+    launch.
     """
     if ALIGNED:
         M, N = multiple_of_16(M), multiple_of_16(N)
@@ -161,7 +162,7 @@ def amax_both_kernel(
     c = (tl.program_id(0) % tiles_n) * BN + tl.arange(0, BN)
     mask = (r < M)[:, None] & (c < N)[None, :]
     x = tl.load(x_ptr + r[:, None].to(tl.int64) * N + c[None, :], mask=mask, other=0.0)
-    # no more atomics than rows and columns of tiles; a maximum does not depend on their order
+    # One atomic per row and per column of a tile. A maximum does not depend on their order.
     tl.atomic_max(amax_ptr + M + c, widen_key(tl.max(narrow_key(x), axis=0), DTYPE), mask=c < N, sem="relaxed")
     if fold_ptr is not None:
         folded = x.to(tl.float32) * tl.load(fold_ptr + c, mask=c < N, other=0.0)[None, :]
@@ -173,7 +174,7 @@ def amax_both_kernel(
 
 @triton.jit
 def store_row(y_ptr, x, scale_ptr, fold, r, at, mask, M):
-    """Cast a tile of rows r with their scales and store it."""
+    """Fold, cast and store a tile of rows r, with row scales."""
     scale = tl.load(scale_ptr + r, mask=r < M, other=0.0)[:, None]
     v = x if fold is None else x.to(tl.float32) * fold
     tl.store(y_ptr + at, to_fp8(scaled(v, scale), y_ptr.dtype.element_ty), mask=mask)
@@ -194,11 +195,11 @@ def cast_both_kernel(
 ):
     """Cast folded rows, and columns transposed; M % 4 == 0.
 
-    y = fp8(x * fold * scale[m]), yt = fp8(x * scale[M + n])^T.
+    y[m, :] = fp8(x[m, :] * fold * scale[m]), and yt[n, :] = fp8(x[:, n] * scale[M + n]).
     """
     if ALIGNED:
         M, N = multiple_of_16(M), multiple_of_16(N)
-    # Backwards after the pass for the amax, as in `cast_kernel`.
+    # Tiles are in reverse order after the pass for the amax, as in `cast_kernel`.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     tiles_n = tl.cdiv(N, BN)
     m0, n0 = (tile // tiles_n) * BM, (tile % tiles_n) * BN
@@ -222,9 +223,9 @@ def cast_both_kernel(
 
 @triton.jit
 def scale_of_rows(key, DTYPE: tl.constexpr, scale_inv_ptr, r, inside, FMAX: tl.constexpr, RULE: tl.constexpr):
-    """Return scales of rows r as a column; store their inverses.
+    """Return the scales of rows r [rows, 1], and store their reciprocals.
 
-    Each element of a row has a key.
+    `key` has the narrow keys of each row, reduced over the tiles of the row only.
     """
     scale = scale_of_key(widen_key(tl.max(key, axis=1), DTYPE), 1.0, FMAX, RULE)
     store_reciprocal(scale_inv_ptr, r, scale, inside)
@@ -245,16 +246,15 @@ def rowwise_transposed_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Cast rows and store them in both layouts.
+    """Cast rows with row scales, and store codes and transposed codes.
 
-    The second read of x comes from the L2 cache.
-
-    x is a stack of matrices [M, N], one after the other.
+    x is a stack of matrices [M, N], one after the other; M % 4 == 0. x is read twice, the second time from the L2
+    cache.
     """
     if ALIGNED:
         M, N = multiple_of_16(M), multiple_of_16(N)
     tiles_m = tl.cdiv(M, BM)
-    # where the matrix begins
+    # first row of the matrix
     first = (tl.program_id(0) // tiles_m).to(tl.int64) * M
     m0 = (tl.program_id(0) % tiles_m) * BM
     x_ptr += first * N
@@ -303,20 +303,19 @@ def rowwise(
     groups: bool = False,
     inverse: bool = True,
 ) -> Launch:
-    """Plan one scale per row of x [m, n].
+    """Plan the cast of x [m, n] with one scale per row.
 
-    With `fold`, columns are multiplied by float32 `fold_ptr` [n] first.
-
-    With `groups`, `fold_ptr` has a row for each group, and int32 `group_ptr` [m] names the group of each row of x.
-    `inverse` also returns the scales back from FP8.
+    With `fold`, columns are first multiplied by float32 `fold_ptr` [n]. With `groups`, `fold_ptr` is [groups, n], and
+    int32 `group_ptr` [m] has the group of each row of x. The outputs are codes and float32 scales [m]; with `inverse`
+    also the scales back from FP8.
     """
-    # Triton tiles have sides that are powers of two; elements after the row are masked.
+    # The sides of Triton's tiles are powers of two; elements after the row are masked.
     bn = max(16, next_power_of_2(n))
     if n > LONGEST_ROW:
-        # Longer rows do not fit into the registers of one program: they are read twice, in tiles.
+        # Longer rows do not fit in the registers of one program: they are read twice, in tiles.
         kernel, grid, tile, warps = rowwise_long_kernel, m, {"BN": 4096}, 8
     else:
-        # Short rows share a program. A warp holds 1024 elements, 32 a thread, so that the longest row needs 16 warps.
+        # Short rows share a program. A warp holds 1024 elements, 32 per thread, so the longest row needs 16 warps.
         bm = max(1, 4096 // bn)
         kernel, grid, tile, warps = rowwise_kernel, tile_count(m, bm), {"BM": bm, "BN": bn}, max(4, bm * bn // 1024)
     scales = ("scale_ptr", "scale_inv_ptr") if inverse else ("scale_ptr",)
@@ -337,11 +336,9 @@ def rowwise(
 
 @plan
 def amax_both(m: int, n: int, dtype: str, *, fold: bool = False) -> Launch:
-    """Plan int32 amax keys [m + n] of rows, then columns.
+    """Plan the int32 amax keys [m + n] of rows, then columns.
 
-    Of x [m, n]; `fold` as in `rowwise`.
-
-    Rows are multiplied by `fold_ptr`, columns are not.
+    x is [m, n]. With `fold`, rows are multiplied by float32 `fold_ptr` [n] before their amax; columns are not.
     """
     return Launch(
         kernel=amax_both_kernel,
@@ -350,15 +347,16 @@ def amax_both(m: int, n: int, dtype: str, *, fold: bool = False) -> Launch:
         outputs={"amax_ptr": Out((m + n,), "int32", zeroed=True)},
         scalars=matrix_sizes(m, n),
         constants={"ALIGNED": m % 16 == n % 16 == 0, "BM": 128, "BN": 128},
-        num_warps=4,  # 8 reach three quarters of its bandwidth on an H100
+        num_warps=4,  # with 8, an H100 reaches three quarters of this bandwidth
     )
 
 
 @plan
 def cast_both(m: int, n: int, dtype: str, fmt: str | Format, *, fold: bool = False) -> Launch:
-    """Plan casts of rows, and of columns transposed.
+    """Plan casts of x [m, n] by rows and by columns.
 
-    Of x [m, n], m % 4 == 0, with float32 scales [m + n].
+    Codes by columns are transposed. `scale_ptr` has the float32 scales [m + n] of rows, then columns. With `fold`, rows
+    are multiplied by float32 `fold_ptr` [n] first. m % 4 == 0. The outputs are codes [m, n] and [n, m].
     """
     return Launch(
         kernel=cast_both_kernel,
@@ -380,11 +378,11 @@ def cast_both(m: int, n: int, dtype: str, fmt: str | Format, *, fold: bool = Fal
 def rowwise_transposed(
     m: int, n: int, dtype: str, fmt: str | Format, policy: ScalePolicy = CANONICAL, count: int = 1
 ) -> Launch:
-    """Plan row-wise casts of `count` matrices in both layouts.
+    """Plan row-wise casts of `count` matrices [m, n] in both layouts.
 
-    Matrices are [m, n], m % 4 == 0: codes, transposed codes, and scales back.
-
-    Weights are used this way: their row scales are folded into the other operand of the transpose.
+    The outputs are codes [count * m, n], the same codes transposed [count * n, m], and float32 scales back
+    [count * m]; m % 4 == 0. Weights are cast this way: in a matmul with the transpose, their row scales are folded into
+    the other operand.
     """
     return Launch(
         kernel=rowwise_transposed_kernel,
@@ -396,7 +394,7 @@ def rowwise_transposed(
             "scale_inv_ptr": Out((count * m,), "float32"),
         },
         scalars=matrix_sizes(m, n),
-        # 32 rows are 8 words of the transpose; with more rows a GPU has fewer programs than processors
+        # 32 rows are 8 words of the transpose; with more rows there are fewer programs than multiprocessors
         constants=scale_constants(fmt, policy) | {"ALIGNED": m % 16 == n % 16 == 0, "BM": 32, "BN": 256},
         num_warps=8,
     )

@@ -1,6 +1,7 @@
-"""Kernels that make scales, from amax or delayed-scaling histories.
+"""Kernels that compute scales from amax or delayed-scaling histories.
 
-The rules are `fp8_common.amax_to_scale`, and before it `update_history`. Dims: history_LT is [L, T], the rest [T].
+They equal `fp8_common.amax_to_scale`, after `fp8_common.numerics.update_history` for histories. Dims: history_LT is
+[L, T], all others are [T].
 """
 
 import triton
@@ -16,7 +17,7 @@ from fp8_common.policy import ScalePolicy
 def scales_kernel(
     amax_ptr, scale_ptr, scale_inv_ptr, n: tl.int64, FMAX: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Make float32 scales and reciprocals from amax [n]."""
+    """Compute float32 scales and their reciprocals from amax [n]."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     key = as_bits(tl.load(amax_ptr + at, mask=at < n, other=0.0)) & KEY_MASK
     scale = scale_of_key(key, 1.0, FMAX, RULE)
@@ -40,17 +41,16 @@ def delayed_update_kernel(
     BL: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Roll histories, record the new amax, make the next scales.
+    """Roll histories, record amax, and compute the next scales.
 
-    Rolled by -1; slot 0 is written unless amax is not finite.
-
-    `fmax` [T] is the largest value of each tensor's format, margin included. New and old may be the same memory.
+    A history is rolled by -1, and slot 0 is set to the amax; a history whose amax is not finite does not change. `fmax`
+    [T] is the largest value of each tensor's format, margin included. Outputs may be the memory of the inputs.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     slot = tl.arange(0, BL)[:, None]
     inside = (slot < L) & (t < T)[None, :]
-    # A roll by -1 over the L slots of a tile of BL: the last takes slot 0. Both versions are loaded, because Triton
-    # cannot shift a tile in registers; the second read comes from the cache.
+    # Roll by -1 over L of the BL slots: the last slot gets slot 0. The old and the rolled history are both loaded,
+    # because Triton cannot shift a tile in registers; the second read is served by the cache.
     source = tl.where(slot == L - 1, 0, slot + 1)
     old = tl.load(history_ptr + slot.to(tl.int64) * T + t[None, :], mask=inside, other=0.0)
     rolled = tl.load(history_ptr + source.to(tl.int64) * T + t[None, :], mask=inside, other=0.0)
@@ -62,7 +62,7 @@ def delayed_update_kernel(
     counted = (slot < L) if ALGO == "max" else (slot == 0)
     key = tl.max(tl.where(counted, as_bits(new) & KEY_MASK, 0), axis=0)
     scale = scale_of_key(key, prev, fmax, RULE)
-    # In place, a slot may be written only after the thread that needs it has read it; `debug_barrier` is __syncthreads.
+    # In place, a slot may be written only after all threads have read it; `debug_barrier` is __syncthreads.
     tl.debug_barrier()
     tl.store(new_history_ptr + slot.to(tl.int64) * T + t[None, :], new, mask=inside)
     tl.store(new_scale_ptr + t, scale, mask=t < T)
@@ -71,7 +71,10 @@ def delayed_update_kernel(
 
 @plan
 def scales_of_amax(n: int, fmt: str | Format, policy: ScalePolicy) -> Launch:
-    """Plan the scales into and back from FP8 of `n` float32 amax."""
+    """Plan float32 scales [n] into and back from FP8, from amax.
+
+    `amax_ptr` is float32 [n].
+    """
     return Launch(
         kernel=scales_kernel,
         grid=tile_count(n, 256),
@@ -85,11 +88,10 @@ def scales_of_amax(n: int, fmt: str | Format, policy: ScalePolicy) -> Launch:
 
 @plan
 def delayed_update(tensors: int, length: int, policy: ScalePolicy) -> Launch:
-    """Plan a delayed-scaling step of all tensors.
+    """Plan one delayed-scaling step of all tensors.
 
-    The history is [length, tensors].
-
-    `fmax_ptr` is the numerator of each tensor's format, from `scale_rule`.
+    Histories are float32 [length, tensors]. `fmax_ptr` [tensors] has the numerator of each tensor's format, from
+    `scale_rule`. The policy must not be stable.
     """
     # A program holds the whole history of its tensors, padded to a power of two, in at most 4096 elements.
     rows = next_power_of_2(length)
@@ -105,7 +107,7 @@ def delayed_update(tensors: int, length: int, policy: ScalePolicy) -> Launch:
             "scale_inv_ptr": vector,
         },
         scalars={"T": tensors, "L": length},
-        # Any format: the rule is the same for all.
+        # The rule does not depend on the format, because delayed scaling has no stable policies.
         constants={"ALGO": policy.algo, "RULE": scale_rule(E4M3, policy)[1], "BL": rows, "BT": columns},
         num_warps=4,
     )

@@ -1,10 +1,12 @@
 """Tensorwise kernels: amax, cast, and cast with transpose.
 
 Hopper multiplies FP8 matrices in one layout only (both operands contiguous along the contracted dimension), so weights
-and gradients are needed in both orders. Four adjacent rows are converted together and packed into words down the
-columns: the transpose moves words, not bytes, through shared memory. Dims: x_MN is [M, N]; yt_NM is [N, M].
+and gradients are needed in both layouts. Four adjacent rows are converted together and packed into words along the
+columns, so that the transpose moves words instead of bytes through shared memory. Dims: x_MN is [M, N]; yt_NM is
+[N, M].
 
-ROUNDED: x is float32, and is rounded to bfloat16 when it is read: a master weight, of which no copy is written.
+With ROUNDED, x is float32 and is rounded to bfloat16 when it is read. Master weights are then cast as their bfloat16
+values, without writing these to memory.
 """
 
 from typing import Any, NamedTuple
@@ -43,12 +45,12 @@ from fp8_common.policy import ScalePolicy
 
 @triton.jit
 def chunk_key(p, base, n, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ITERS: tl.constexpr):
-    """Return the float32 key of max |p[i]| of a chunk.
+    """Return the float32 key of max |p[i]| over a chunk.
 
-    i is in [base, base + BLOCK * ITERS), cut at n; whole chunks load without masks.
+    The chunk is [base, base + BLOCK * ITERS), cut off at n. Complete chunks are loaded without masks.
     """
     o = tl.arange(0, BLOCK)
-    # Element by element over the chunk, in the width of the input; reduced and widened once, at the end.
+    # One key per position of a block, in the width of the input; reduced and widened once, at the end.
     key = narrow_key(tl.zeros((BLOCK,), DTYPE))
     if base + BLOCK * ITERS <= n:
         # Unrolled, so that the loads of all iterations are in flight together.
@@ -65,21 +67,21 @@ def chunk_key(p, base, n, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ITERS: tl.co
 def amax_kernel(x_ptr, amax_ptr, n: tl.int64, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, ITERS: tl.constexpr):
     """Raise amax[0] to the key of max |x|.
 
-    `amax` is int32 and starts at zero.
+    `amax` is int32 [1] and is zero before the launch.
     """
     DTYPE: tl.constexpr = tl.bfloat16 if ROUNDED else x_ptr.dtype.element_ty
     base = tl.program_id(0).to(tl.int64) * (BLOCK * ITERS)
     key = chunk_key(x_ptr, base, n, DTYPE, BLOCK, ITERS)
-    # Integer maximum: exact and independent of the order of programs, so the result is deterministic. "relaxed" is
-    # enough, as nothing else is published through this address; the next launch sees it.
+    # An integer maximum does not depend on the order of programs, so the result is deterministic. "relaxed" suffices,
+    # because no other data are published through this address; the next launch sees the result.
     tl.atomic_max(amax_ptr, key, sem="relaxed")
 
 
 @triton.jit
-def observe(own_key_ptr, key):
-    """Raise `own_key` to a finite amax's key."""
-    known = tl.load(own_key_ptr)
-    tl.store(own_key_ptr, tl.where(key >= INF_KEY, known, tl.maximum(known, key)))
+def observe(observed_ptr, key):
+    """Raise the int32 key `observed` to `key`, unless that is not finite."""
+    known = tl.load(observed_ptr)
+    tl.store(observed_ptr, tl.where(key >= INF_KEY, known, tl.maximum(known, key)))
 
 
 @triton.jit
@@ -90,18 +92,18 @@ def tensor_scale(
     delayed_ptr,
     ready_ptr,
     late_ptr,
-    own_key_ptr,
+    observed_ptr,
     FMAX: tl.constexpr,
     RULE: tl.constexpr,
     BOUND: tl.constexpr,
 ):
-    """Return the scale of x; the first program stores it.
+    """Return the scale of x, and store it with its reciprocal.
 
-    It also stores the reciprocal.
-
-    `scale` holds it, or with a RULE the int32 key of the amax of x that it is made from. `delayed` is then taken in its
-    place where it is `ready` and, with a BOUND, neither larger than BOUND times it nor smaller than half of it. Where
-    `late` is set, a scale of earlier steps is stored as NaN.
+    Only the first program stores. Without a RULE, `scale_ptr` holds the scale. With a RULE, it holds the int32 key of
+    the amax of x, from which the scale is computed. `delayed`, a scale of earlier steps, then replaces it if `ready` is
+    set and, with a BOUND, if `delayed` is at most BOUND times and at least half the computed scale. If `late` is set,
+    the scale of earlier steps is NaN; without a RULE only the stored one. With a RULE, the key is also recorded in
+    `observed`.
     """
     if RULE is None:
         scale = tl.load(scale_ptr)
@@ -109,7 +111,7 @@ def tensor_scale(
         if late_ptr is not None:
             stored = as_float(tl.where(tl.load(late_ptr) != 0, NAN_BITS, as_bits(scale)))
     else:
-        # Every program computes the scale again: a few instructions, where a separate kernel would be another launch.
+        # Every program computes the scale: this takes a few instructions, and a separate kernel another launch.
         key = tl.load(scale_ptr)
         scale = scale_of_key(key, 1.0, FMAX, RULE)
         if delayed_ptr is not None:
@@ -124,22 +126,22 @@ def tensor_scale(
         if scale_out_ptr is not None:
             tl.store(scale_out_ptr, stored)
         store_reciprocal(scale_inv_ptr, 0, stored, None)
-        if RULE is not None and own_key_ptr is not None:
-            observe(own_key_ptr, tl.load(scale_ptr))
+        if RULE is not None and observed_ptr is not None:
+            observe(observed_ptr, tl.load(scale_ptr))
     return scale
 
 
 @triton.jit
-def store_key(amax_ptr, own_key_ptr, key):
-    """Raise `amax` to this program's key.
+def store_key(amax_ptr, observed_ptr, key):
+    """Raise `amax` to the key of this program.
 
-    The last program observes the key of all, with `own_key`.
+    With `observed`, `amax` is [2] and its second element counts finished programs; the last one records the maximum.
     """
     tl.atomic_max(amax_ptr, key, sem="relaxed")
-    if own_key_ptr is not None:  # noqa: SIM102 (known when it is compiled; the other is not)
-        # The count of finished programs makes their raises visible.
+    if observed_ptr is not None:  # noqa: SIM102 (known when it is compiled; the other is not)
+        # "acq_rel" makes the maxima of all counted programs visible to the last one.
         if tl.atomic_add(amax_ptr + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-            observe(own_key_ptr, tl.atomic_max(amax_ptr, 0, sem="relaxed"))
+            observe(observed_ptr, tl.atomic_max(amax_ptr, 0, sem="relaxed"))
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -153,7 +155,7 @@ def cast_kernel(
     delayed_ptr,
     ready_ptr,
     late_ptr,
-    own_key_ptr,
+    observed_ptr,
     n: tl.int64,
     FMAX: tl.constexpr,
     RULE: tl.constexpr,
@@ -163,10 +165,8 @@ def cast_kernel(
 ):
     """Compute y = fp8(x * scale), and optionally the amax.
 
-    The key goes into `amax` unless that is None. Scales as in `tensor_scale`.
-
-    With `own_key` and without a RULE, `amax` has a second element, which counts programs. With a RULE, tiles are walked
-    backwards.
+    `tensor_scale` gives the scale. Unless `amax` is None, it is raised to the key of max |x|; `store_key` explains its
+    second element. With a RULE, tiles are processed in reverse order.
     """
     scale = tensor_scale(
         scale_ptr,
@@ -175,12 +175,12 @@ def cast_kernel(
         delayed_ptr,
         ready_ptr,
         late_ptr,
-        own_key_ptr,
+        observed_ptr,
         FMAX,
         RULE,
         BOUND,
     )
-    # With a RULE the amax kernel has just read x, and the L2 cache still holds its end: begin there.
+    # With a RULE, the amax kernel has just read x, and the L2 cache still holds the end of x: begin there.
     tile = tl.program_id(0) if RULE is None else tl.num_programs(0) - 1 - tl.program_id(0)
     base = tile.to(tl.int64) * BLOCK
     at = base + tl.arange(0, BLOCK)
@@ -193,23 +193,23 @@ def cast_kernel(
         x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(DTYPE)
         tl.store(y_ptr + at, to_fp8(scaled(x, scale), F8), mask=at < n)
     if amax_ptr is not None:
-        store_key(amax_ptr, own_key_ptr, widen_key(tl.max(narrow_key(x), axis=0), DTYPE))
+        store_key(amax_ptr, observed_ptr, widen_key(tl.max(narrow_key(x), axis=0), DTYPE))
 
 
 @triton.jit
 def max_narrow_key(x):
-    """Narrow key of max |x| over a 2-D tile."""
-    # tl.max promotes int16 to int32; narrowed in between, so that the second reduction is 16 bits wide too.
+    """Return the narrow key of max |x| over a 2-D tile."""
+    # tl.max promotes int16 to int32. Converting back in between makes the second reduction 16 bits wide, too.
     return tl.max(tl.max(narrow_key(x), axis=1).to(narrow_key(x).dtype), axis=0)
 
 
-# No pointer is given to this function: torch assumes that pointers given to a function that returns store offsets are
-# written to.
+# This function has no pointer arguments: torch assumes that a pointer passed to a function that returns offsets for
+# stores is written to.
 @triton.jit
 def rows_of_four(m0, n0, M, N, BM: tl.constexpr, BN: tl.constexpr):
     """Return offsets and mask of every fourth row of a tile.
 
-    [BM / 4, BN], of the tile at (m0, n0) of a matrix [M, N].
+    Both are [BM / 4, BN]. The tile [BM, BN] begins at (m0, n0) of a matrix [M, N].
     """
     r = m0 + 4 * tl.arange(0, BM // 4)[:, None]
     c = n0 + tl.arange(0, BN)[None, :]
@@ -220,9 +220,9 @@ def rows_of_four(m0, n0, M, N, BM: tl.constexpr, BN: tl.constexpr):
 def store_columns(yt_ptr, column, m0, n0, M, N, BM: tl.constexpr, BN: tl.constexpr):
     """Store words of four vertical neighbors to the transpose.
 
-    int32 [BM / 4, BN]; needs M % 4 == 0.
+    `column` is int32 [BM / 4, BN]; M % 4 == 0.
     """
-    # Four horizontal neighbours of the transpose are one int32 store. The address is a multiple of 4 because M is.
+    # Four vertical neighbors are horizontal ones in the transpose: one int32 store, at a multiple of 4 because M is.
     words = yt_ptr.to(tl.pointer_type(tl.int32))
     c = n0 + tl.arange(0, BN)[:, None]
     r = m0 // 4 + tl.arange(0, BM // 4)[None, :]
@@ -235,7 +235,7 @@ def store_with_transpose(
 ):
     """Cast four tiles of interleaved rows, and store both layouts.
 
-    Needs M % 4 == 0.
+    x0 to x3 are at `at` and the three rows after it, see `rows_of_four`; M % 4 == 0.
     """
     F8: tl.constexpr = y_ptr.dtype.element_ty
     q0, q1, q2, q3, column = to_fp8_rows(scaled(x0, scale), scaled(x1, scale), scaled(x2, scale), scaled(x3, scale), F8)
@@ -258,7 +258,7 @@ def cast_transpose_kernel(
     delayed_ptr,
     ready_ptr,
     late_ptr,
-    own_key_ptr,
+    observed_ptr,
     M: tl.int32,
     N: tl.int32,
     FMAX: tl.constexpr,
@@ -270,9 +270,9 @@ def cast_transpose_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Compute y = fp8(x * scale) and yt = y^T.
+    """Compute y = fp8(x * scale) and its transpose yt.
 
-    Scale and amax as in `cast_kernel`. PACKED needs M % 4 == 0.
+    Scales and amax are as in `cast_kernel`. PACKED requires M % 4 == 0.
     """
     if ALIGNED:
         M, N = multiple_of_16(M), multiple_of_16(N)
@@ -284,12 +284,12 @@ def cast_transpose_kernel(
         delayed_ptr,
         ready_ptr,
         late_ptr,
-        own_key_ptr,
+        observed_ptr,
         FMAX,
         RULE,
         BOUND,
     )
-    # Backwards after a pass for the amax, as in `cast_kernel`.
+    # In reverse order after a pass for the amax, as in `cast_kernel`.
     tile = tl.program_id(0) if RULE is None else tl.num_programs(0) - 1 - tl.program_id(0)
     tiles_n = tl.cdiv(N, BN)
     m0, n0 = (tile // tiles_n) * BM, (tile % tiles_n) * BN
@@ -303,26 +303,26 @@ def cast_transpose_kernel(
         if amax_ptr is not None:
             key = tl.maximum(tl.maximum(narrow_key(x0), narrow_key(x1)), tl.maximum(narrow_key(x2), narrow_key(x3)))
             top = tl.max(tl.max(key, axis=1).to(key.dtype), axis=0)
-            store_key(amax_ptr, own_key_ptr, widen_key(top, DTYPE))
+            store_key(amax_ptr, observed_ptr, widen_key(top, DTYPE))
     else:
         r, c = m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :]
         at, mask = r.to(tl.int64) * N + c, (r < M) & (c < N)
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(DTYPE)
         q = to_fp8(scaled(x, scale), y_ptr.dtype.element_ty)
         tl.store(y_ptr + at, q, mask=mask)
-        # Stored byte by byte: where 4 does not divide M, rows of the transpose do not start at words.
+        # Stored byte by byte: if 4 does not divide M, rows of the transpose do not start at words.
         tl.store(yt_ptr + c.to(tl.int64) * M + r, q, mask=mask)
         if amax_ptr is not None:
-            store_key(amax_ptr, own_key_ptr, widen_key(max_narrow_key(x), DTYPE))
+            store_key(amax_ptr, observed_ptr, widen_key(max_narrow_key(x), DTYPE))
 
 
 @plan
 def amax(n: int, dtype: str, *, rounded: bool = False) -> Launch:
-    """Plan the int32 key [1] of max |x|.
+    """Plan the int32 key [1] of max |x| over `n` elements.
 
-    Of `n` elements; `rounded` as in `cast`.
+    With `rounded`, float32 x is read as bfloat16, as in `cast`.
     """
-    # Several tiles a program mean fewer atomics on the one key; a small tensor needs the programs more.
+    # Several tiles per program reduce the atomics on the single key, but a small tensor needs more programs.
     block, iters = 4096, 4 if n >= 1 << 22 else 1
     return Launch(
         kernel=amax_kernel,
@@ -336,15 +336,17 @@ def amax(n: int, dtype: str, *, rounded: bool = False) -> Launch:
 
 
 class Delayed(NamedTuple):
-    """Delayed-scaling arguments of a cast.
+    """Delayed-scaling options of a cast.
 
-    Without a policy `scale_ptr` is that scale. With one it is `delayed_ptr`, and replaces the policy's scale of the
-    amax if the bool scalar `ready_ptr` is set.
+    Without a policy, `scale_ptr` is the delayed scale. With a policy, the delayed scale is `delayed_ptr`; it replaces
+    the policy's scale of the amax if the bool scalar `ready_ptr` is set.
 
     Attributes:
-        fits: Whether it must fit the amax, too: clip no more than the format rounds, and waste no half of the range.
-        record: Whether `own_key_ptr`, an int32 scalar, is raised to the amax key of x, if that is finite.
-        check: Whether the scale is NaN if the bool scalar `late_ptr` is set; without a policy only the stored one.
+        fits: Whether the delayed scale must also fit the amax: clip no more than the format rounds, and use at least
+            half of the range.
+        record: Whether to raise `observed_ptr`, an int32 scalar, to the amax key of x if that is finite.
+        check: Whether the delayed scale is NaN if the bool scalar `late_ptr` is set; without a policy, only the stored
+            scales are.
     """
 
     fits: bool
@@ -365,15 +367,22 @@ def cast(
 ) -> Launch:
     """Plan y = fp8(x * scale) for `n` elements.
 
-    With a policy, `scale_ptr` is the int32 key from `amax` and the scale is an output: dynamic scaling in two launches.
-    Without, `scale_ptr` is the float32 scale. `with_amax` also returns the key of max |x|. With `delayed`, the scale
-    and the one back from FP8 are outputs. `rounded` is for x in float32: it is read as bfloat16.
+    Args:
+        n: Number of elements.
+        dtype: dtype of x.
+        fmt: FP8 format.
+        policy: Policy of dynamic scaling, for which `scale_ptr` is the int32 key from `amax` and the scale an output.
+            Without a policy, `scale_ptr` is the float32 scale.
+        with_amax: Whether the key of max |x| is an output.
+        delayed: Options of delayed scaling. The scales into and back from FP8 are then outputs.
+        rounded: Whether x is float32 and is rounded to bfloat16 when it is read.
     """
-    # 4096 elements in 8 warps: 16 a thread, two loads of 16 bytes each in bfloat16 and one such store.
+    # 4096 elements in 8 warps are 16 per thread: in bfloat16 two loads of 16 bytes, and one such store.
     return Launch(
         kernel=cast_kernel,
         grid=tile_count(n, 4096),
-        # A division more, for the scale back, would make this kernel, the leanest, one that arithmetic bounds.
+        # This kernel does the least work per byte: another division, for the scale back, would make it bound by
+        # arithmetic.
         **_pointers(dtype, policy, {"y_ptr": codes((n,), fmt)}, with_amax, delayed, inverse=delayed is not None),
         scalars={"n": n},
         constants=_scaling(fmt, policy, delayed) | {"ROUNDED": rounded, "BLOCK": 4096},
@@ -396,13 +405,12 @@ def cast_transpose(
 ) -> Launch:
     """Plan y = fp8(x * scale) [m, n] and its transpose.
 
-    The transpose is [n, m]; arguments as in `cast`.
-
-    The scale back from FP8 is an additional output with a policy, and the only one without `with_scale`.
+    The transpose is [n, m]. Arguments are as in `cast`. With a policy or `delayed`, the scale back from FP8 is an
+    output, too; without `with_scale`, it is the only scale among the outputs.
     """
     packed = m % 4 == 0
-    # Four adjacent rows are packed into words; 128 rows are 32 words, so that the transpose is written in lines of 128
-    # bytes. Without packing a square tile keeps both directions equal.
+    # Four adjacent rows are packed into words. 128 rows are 32 words, so the transpose is written in lines of 128
+    # bytes. Without packing, a square tile treats both layouts equally.
     bm, bn = (128, 64) if packed else (64, 64)
     written = {"y_ptr": codes((m, n), fmt), "yt_ptr": codes((n, m), fmt)}
     return Launch(
@@ -426,7 +434,7 @@ def _pointers(
     inverse: bool,
     scale: bool = True,
 ) -> dict[str, Any]:
-    """Return the inputs and outputs of a cast that writes these codes."""
+    """Return the inputs, outputs and updated outputs of a cast."""
     inputs = {"x_ptr": input_dtype(dtype), "scale_ptr": "int32" if policy else "float32"}
     outputs = written | ({"amax_ptr": Out((1,), "int32", zeroed=True)} if with_amax else {})
     if policy or delayed:
@@ -434,14 +442,14 @@ def _pointers(
     if delayed:
         inputs |= {"delayed_ptr": "float32", "ready_ptr": "bool"} if policy else {}
         inputs |= {"late_ptr": "bool"} if delayed.check else {}
-        outputs |= {"own_key_ptr": Out((), "int32")} if delayed.record else {}
-        if delayed.record and not policy:  # the second counts the programs that are done
+        outputs |= {"observed_ptr": Out((), "int32")} if delayed.record else {}
+        if delayed.record and not policy:  # the second element counts finished programs
             outputs["amax_ptr"] = Out((2,), "int32", zeroed=True)
-    return {"inputs": inputs, "outputs": outputs, "updated": tuple({"own_key_ptr"} & outputs.keys())}
+    return {"inputs": inputs, "outputs": outputs, "updated": tuple({"observed_ptr"} & outputs.keys())}
 
 
 def _scaling(fmt: str | Format, policy: ScalePolicy | None, delayed: Delayed | None) -> dict[str, object]:
-    """Return a cast's compiled-in scale constants."""
-    # half a unit of the last place
+    """Return the constants FMAX, RULE and BOUND of a cast."""
+    # half a unit in the last place
     bound = 1 + 2.0 ** -(kernel_format(fmt).mantissa_bits + 1) if delayed and delayed.fits else None
     return scale_constants(fmt, policy) | {"BOUND": bound}

@@ -1,1 +1,1 @@
-"""The NumPy definition, which frameworks and kernels equal bit for bit."""
+"""NumPy definition of all values, which frameworks and kernels equal bitwise."""

@@ -1,19 +1,21 @@
-"""SiLU of gated MLPs and its gradient, the definition for kernels.
+"""SiLU of gated MLPs and its gradient: the definition for kernels.
 
-Every step is one float32 operation, rounded once, so that no library decides the bits: exp(-x) is a polynomial on an
-interval around 0, times a power of two. For bfloat16 the output equals eager PyTorch on a CPU at each of the 65,536
-gates; the gradient differs from it in the last bit if two float32 roundings are on both sides of a tie.
+Every step is one float32 operation with one rounding, so that the bits depend on no math library: exp(-x) is a
+polynomial on an interval around 0, times a power of two. In bfloat16, the output equals eager PyTorch on a CPU for each
+of the 65,536 gates. The gradient differs from eager PyTorch in the last bit if two float32 roundings are on both sides
+of a tie.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 LOG2E = 1.44269504088896340736
-# Of few bits, so that multiplying them by a whole number below 256 is exact: their sum is the logarithm of 2.
+# Their sum is the logarithm of 2. Both have few bits, so that multiplication by an integer below 256 is exact.
 LOG2_HIGH, LOG2_LOW = 45426 * 2.0**-16, 3068 * 2.0**-31
 ROUND = 1.5 * 2.0**23
-"""Added to and subtracted from a float32 to round it to a whole number, which its lowest bits then hold."""
+"""Added to a float32 to round it to an integer, which is then in the lowest bits; subtracted again for its value."""
 ROUND_BITS = 0x4B400000
+"""Bits of `ROUND`."""
 POLYNOMIAL = (
     0.016667652875185013,
     0.08380094915628433,
@@ -22,9 +24,9 @@ POLYNOMIAL = (
     2.0,
     2.0,
 )
-"""Coefficients of 2 exp(r) for |r| <= 0.348, the highest first; exact float32 numbers."""
+"""Coefficients of 2 exp(r) for |r| <= 0.348, the highest order first; exact float32 numbers."""
 LOWEST, HIGHEST = -89.0, 30.0
-"""Below the first exp(-x) is infinite, above the second 1 + exp(-x) is 1, in float32."""
+"""In float32, exp(-x) is infinite below the first number, and 1 + exp(-x) is 1 above the second."""
 
 
 def silu_mul(gate: NDArray, up: NDArray) -> NDArray:
@@ -32,11 +34,11 @@ def silu_mul(gate: NDArray, up: NDArray) -> NDArray:
 
     Args:
         gate: float16, bfloat16 or float32, any shape.
-        up: Of the same dtype and shape.
+        up: Same dtype and shape as `gate`.
 
     Returns:
-        silu(gate) * up in that dtype: silu is computed in float32 and rounded to it, and then the result, as eager
-        PyTorch rounds.
+        Array of the dtype and shape of `gate`. silu(gate) is computed in float32 and rounded to the dtype, and so is
+        the result, like in eager PyTorch.
     """
     with np.errstate(all="ignore"):
         x = gate.astype(np.float32)
@@ -49,12 +51,12 @@ def silu_mul_backward(grad: NDArray, gate: NDArray, up: NDArray) -> tuple[NDArra
 
     Args:
         grad: float16, bfloat16 or float32, any shape.
-        gate: Of the same dtype and shape.
-        up: Of the same dtype and shape.
+        gate: Same dtype and shape as `grad`.
+        up: Same dtype and shape as `grad`.
 
     Returns:
-        d(gate) = d(silu) * s * (1 + x * (1 - s)) with s = 1 / (1 + exp(-x)) and d(silu) = grad * up; d(up) =
-        grad * silu(gate). d(silu), silu and both results are rounded to the dtype, everything between in float32.
+        d(gate) = d(silu) * s * (1 + gate * (1 - s)) with s = 1 / (1 + exp(-gate)) and d(silu) = grad * up, and d(up) =
+        grad * silu(gate). d(silu), silu and both results are rounded to the dtype; all other steps are in float32.
     """
     with np.errstate(all="ignore"):
         dtype, (dy, x, u) = gate.dtype, (array.astype(np.float32) for array in (grad, gate, up))
@@ -65,7 +67,7 @@ def silu_mul_backward(grad: NDArray, gate: NDArray, up: NDArray) -> tuple[NDArra
 
 
 def _sigmoid(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return 1 / (1 + exp(-x)) of float32 values; NaN of NaN."""
+    """Return 1 / (1 + exp(-x)) of float32 values; NaN gives NaN."""
     f32 = np.float32
     v = np.where(x < f32(LOWEST), f32(-LOWEST), -x)
     v = np.where(x > f32(HIGHEST), f32(-HIGHEST), v)
@@ -80,17 +82,18 @@ def _sigmoid(x: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def scales_of_gradients(m: int, n: int, groups: int, *, apart: bool) -> dict[str, tuple[int, int]]:
-    """Return offsets and size of a gated MLP's scales in one array.
+    """Return the places of a gated MLP's gradient scales in one array.
 
     Args:
-        m: Rows.
-        n: Columns of gate and up.
-        groups: Groups of rows.
-        apart: Whether gate and up are two matrices, each with separate scales.
+        m: Number of rows.
+        n: Columns of gate and of up.
+        groups: Number of groups of rows.
+        apart: Whether gate and up are two matrices with separate scales.
 
     Returns:
-        "rows" of the gradients [m], `apart` [2, m]; their columns, "gradients" [groups, 2 n], `apart` [2, groups, n];
-        columns of the activation, "hidden" [groups, n]. Columns begin at a multiple of 32.
+        First index and number of scales by name: "rows" for rows of the gradients, [m], or if `apart` [2, m];
+        "gradients" for their columns, [groups, 2 n], or if `apart` [2, groups, n]; "hidden" for columns of the
+        activation, [groups, n]. The scales of columns begin at a multiple of 32.
     """
     rows, columns = 2 * m if apart else m, 2 * groups * n
     base = -(-rows // 32) * 32

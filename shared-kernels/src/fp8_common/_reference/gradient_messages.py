@@ -1,4 +1,4 @@
-"""`GradientCompression`: rounding of gradients for the exchange, and their sum."""
+"""`GradientCompression`: rounding of gradients for the exchange, and summation."""
 
 import dataclasses
 from typing import Literal
@@ -12,21 +12,21 @@ from fp8_common.formats import Format, get_format
 from fp8_common.policy import POWER_OF_2, Record
 
 BLOCK = (1, 128)
-"""The elements with one scale."""
+"""Elements that share a scale."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class GradientCompression(Record):
-    """Settings of compressed gradients.
+    """Configuration of FP8 gradient reduction.
 
-    Each 128 consecutive elements get one power-of-two scale, so that only the cast to FP8 rounds the sent values. With
-    amax the largest magnitude of a block and E4M3, an element x rounded to nearest has an error of at most max(2^-4
-    |x|, 2^-17 amax).
+    Each block of 128 consecutive elements shares one power-of-two scale, so the cast to FP8 is the only rounding before
+    the sum. With E4M3 and rounding to nearest, an element `x` of a block with the largest magnitude `amax` has an error
+    of at most `max(2^-4 |x|, 2^-17 amax)`.
 
     Attributes:
-        format: FP8 format of the codes; "e5m2" reaches further down within a block, with half the precision.
-        rounding: "stochastic", whose error has mean zero, or "nearest".
-        seed: Key of stochastic rounding, 0 to 2^32 - 1; ranks draw different bits from the same seed.
+        format: FP8 format of the codes. "e5m2" covers a wider range within a block, at half the precision.
+        rounding: "stochastic" (error with mean zero) or "nearest".
+        seed: Seed for stochastic rounding, from 0 to 2^32 - 1. Ranks draw different bits from the same seed.
     """
 
     format: Literal["e4m3", "e5m2"] = "e4m3"
@@ -41,7 +41,7 @@ class GradientCompression(Record):
 
     @property
     def fp8_format(self) -> Format:
-        """The format of the codes."""
+        """`Format` of the codes."""
         return get_format(self.format)
 
 
@@ -49,11 +49,11 @@ class GradientCompression(Record):
 class MessageRows:
     """Layout of a message row: codes, scales, and high-precision elements.
 
-    Every section and every row begin at a multiple of 16 bytes; gaps are zero.
+    Each section and each row begins at a multiple of 16 bytes. The gaps are filled with zeros.
 
     Attributes:
-        compressed: Codes of a row.
-        wide_bytes: Bytes of the elements in high precision.
+        compressed: Number of codes in a row.
+        wide_bytes: Number of bytes of high-precision elements in a row.
     """
 
     compressed: int
@@ -61,27 +61,27 @@ class MessageRows:
 
     @property
     def scales(self) -> int:
-        """Number of float32 scales: one for each block of codes."""
+        """Number of float32 scales, one for each block of codes."""
         return -(-self.compressed // BLOCK[1])
 
     @property
     def scales_at(self) -> int:
-        """First byte of the scales."""
+        """Offset of the scales in bytes."""
         return _rounded_up(self.compressed)
 
     @property
     def wide_at(self) -> int:
-        """First byte of the wide elements."""
+        """Offset of the high-precision elements in bytes."""
         return self.scales_at + _rounded_up(4 * self.scales)
 
     @property
     def nbytes(self) -> int:
-        """Length of a row."""
+        """Length of a row in bytes."""
         return self.wide_at + _rounded_up(self.wide_bytes)
 
     @property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """First byte and end of each gap between sections."""
+        """Begin and end of each gap in bytes."""
         ends = (self.compressed, self.scales_at), (self.scales_at + 4 * self.scales, self.wide_at)
         return tuple((a, b) for a, b in (*ends, (self.wide_at + self.wide_bytes, self.nbytes)) if a < b)
 
@@ -96,29 +96,37 @@ def round_gradients(
     *,
     random: tuple[int, int] | None = None,
 ) -> Quantized[np.ndarray]:
-    """Return codes and scales that a rank sends.
-
-    For `rows` [n, m], one for each rank: codes [n, m] and scales [n, ceil(m / 128)].
+    """Round the gradients that a rank sends.
 
     Args:
-        rows: float16, bfloat16 or float32.
-        fmt: The FP8 format.
-        random: Key and offset of the bits of stochastic rounding; each row begins with a new block of counters.
+        rows: float16, bfloat16 or float32 [n, m], one row for each rank.
+        fmt: FP8 format.
+        random: Seed and first counter of the bits for stochastic rounding; None rounds to nearest. Each row begins with
+            a new block of 32 counters.
+
+    Returns:
+        uint8 codes [n, m], and float32 scales [n, ceil(m / 128)] that are powers of two.
     """
     with np.errstate(all="ignore"):
         values = rows.astype(np.float32)
         codes, scales = quantize_blockwise(values, fmt, BLOCK, POWER_OF_2)
         if random is not None:
-            wide, columns = np.repeat(scales, BLOCK[1], axis=1), values.shape[1]
-            bits = random_bits(random[0], wide.shape, random[1])[:, :columns]
-            codes = quantize_stochastic(values, wide[:, :columns], fmt, bits)
+            expanded, columns = np.repeat(scales, BLOCK[1], axis=1), values.shape[1]
+            bits = random_bits(random[0], expanded.shape, random[1])[:, :columns]
+            codes = quantize_stochastic(values, expanded[:, :columns], fmt, bits)
     return Quantized(codes, scales)
 
 
 def sum_rounded(codes: np.ndarray, scales: np.ndarray, fmt: str | Format, divisor: float = 1.0) -> np.ndarray:
-    """Return the float32 sum [m] of codes over ranks.
+    """Return the float32 sum [m] of received gradients over ranks.
 
-    Codes are [n, m]; ranks are summed first to last, and the sum is divided by `divisor`.
+    Ranks are added in order, in float32, and the sum is divided by `divisor`.
+
+    Args:
+        codes: uint8 codes [n, m], one row for each rank.
+        scales: float32 scales into FP8 [n, ceil(m / 128)].
+        fmt: FP8 format.
+        divisor: Divisor of the sum.
     """
     parts = dequantize_blockwise(codes, scales, fmt, BLOCK)
     total = parts[0].copy()

@@ -1,8 +1,8 @@
-"""Quantization and dequantization at every granularity; the definition that all frameworks equal.
+"""Quantization and dequantization: the definition for all frameworks.
 
-The cast is always RN_fmt(RN32(float32(x) * scale)): multiply in float32, then round once and saturate. Infinities and
-NaN become NaN; a finite x that overflows in the multiplication saturates like other large numbers. Scales multiply into
-FP8; going back multiplies by RN32(1 / scale).
+At every granularity, the cast is RN_fmt(RN32(float32(x) * scale)): multiply in float32, then round once and saturate.
+Infinity and NaN become NaN. A finite x whose multiplication overflows saturates like other large numbers. A scale
+multiplies values into FP8; dequantization multiplies by RN32(1 / scale).
 """
 
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -25,14 +25,14 @@ from fp8_common.formats import Format, get_data_format
 from fp8_common.policy import CANONICAL, FLOAT32_MAX, MxMode, ScalePolicy
 
 Block = tuple[int, int]
-"""(rows, columns) of a block in the last two dimensions."""
+"""Block size (rows, columns) in the last two dimensions."""
 
 
 def check_block(block: Block, ndim: int) -> Block:
-    """Return `block` if it can cut a tensor of `ndim` dimensions.
+    """Return `block` if it can divide a tensor of `ndim` dimensions.
 
     Raises:
-        Fp8Error: A side is not a positive integer, or rows > 1 on a tensor of fewer than two dimensions.
+        Fp8Error: If a side is not positive, the tensor is a scalar, or `ndim` is 1 and the block has several rows.
     """
     rows, columns = block
     if rows < 1 or columns < 1 or ndim < (2 if rows > 1 else 1):
@@ -44,17 +44,17 @@ def check_block(block: Block, ndim: int) -> Block:
 
 
 def block_grid(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
-    """Return the shape of the scales of data of `shape`.
+    """Return the shape of the block scales for data of `shape`.
 
-    The last two dimensions are divided, rounded up.
+    The last two dimensions are divided by the sides of the block, rounded up.
     """
-    # Leading dimensions are batch dimensions, not divided; a vector has columns only, so its block loses the rows.
+    # Leading dimensions are batch dimensions, which are not divided. A vector has no rows, only columns.
     sides = (1,) * (len(shape) - 2) + tuple(block)[-min(len(shape), 2) :]
     return tuple(-(-n // side) for n, side in zip(shape, sides, strict=True))
 
 
 def block_amax(x: NDArray[np.float32], block: Block) -> NDArray[np.float32]:
-    """Return max |x| of every block, float32 of shape `block_grid(x.shape, block)`."""
+    """Return max |x| of each block, float32 `block_grid(x.shape, block)`."""
     grid = block_grid(x.shape, block)
     if x.ndim == 1:
         return block_amax(x[None], (1, block[1]))[0]
@@ -66,12 +66,15 @@ def block_amax(x: NDArray[np.float32], block: Block) -> NDArray[np.float32]:
 
 
 def check_grid(scale: tuple[int, ...], block: Block, shape: tuple[int, ...]) -> None:
-    """Raise if scales lack the shape of `block_grid`.
+    """Raise if block scales have the wrong shape.
 
-    Shared by NumPy and torch.
+    Args:
+        scale: Shape of the scales.
+        block: Block size.
+        shape: Shape of the data.
 
     Raises:
-        Fp8Error: They have another one.
+        Fp8Error: If the shape of the scales is not `block_grid(shape, block)`.
     """
     if tuple(scale) != (grid := block_grid(tuple(shape), block)):
         raise Fp8Error(
@@ -81,29 +84,30 @@ def check_grid(scale: tuple[int, ...], block: Block, shape: tuple[int, ...]) -> 
 
 
 def expand_blocks(scale: NDArray[np.float32], block: Block, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Repeat each block's scale over the block, cut to `shape`.
+    """Repeat each block's scale over the block; return float32 of `shape`.
 
     Raises:
-        Fp8Error: `scale` does not have the shape that `block_grid` gives.
+        Fp8Error: If the shape of `scale` is not `block_grid(shape, block)`.
     """
     check_grid(scale.shape, block, shape)
-    # Repeated past the edge and then cut: the last block may be partial.
-    wide = np.repeat(scale, block[1], axis=-1)[..., : shape[-1]]
-    return wide if len(shape) == 1 or block[0] == 1 else np.repeat(wide, block[0], axis=-2)[..., : shape[-2], :]
+    # Repeated past the edge and then cut off, because the last block may be partial.
+    rows = np.repeat(scale, block[1], axis=-1)[..., : shape[-1]]
+    return rows if len(shape) == 1 or block[0] == 1 else np.repeat(rows, block[0], axis=-2)[..., : shape[-2], :]
 
 
 MX_BLOCK = (1, 32)
+"""Block size of OCP MX."""
 
 ArrayT = TypeVar("ArrayT")
-"""The array type of a framework."""
+"""Array type of a framework."""
 
 
 class Quantized(NamedTuple, Generic[ArrayT]):
-    """FP8 data and the scales it was made with.
+    """FP8 data and their scales.
 
     Attributes:
-        data: FP8 codes of the shape of the input (uint8 in NumPy, the native float8 dtype in torch and JAX).
-        scale: float32 scales into FP8 (E8M0 codes, which go back from FP8, for MX).
+        data: FP8 codes of the shape of the input: uint8 in NumPy, the native float8 dtype in torch and JAX.
+        scale: float32 scales into FP8. For MX, E8M0 codes of the scales back from FP8.
     """
 
     data: ArrayT
@@ -116,51 +120,51 @@ def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> NDArray[np.ui
     Args:
         x: float16, bfloat16 or float32, any shape.
         scale: float32, broadcastable to `x`.
-        fmt: The FP8 format.
+        fmt: FP8 format.
 
     Returns:
         uint8 codes of the shape of `x`; the NaN code if `x` is infinite or NaN, for any scale.
 
     Raises:
-        Fp8Error: Unsupported dtype or format.
+        Fp8Error: If the dtype or the format is not supported.
     """
     return encode(_scaled(x, scale), fmt)
 
 
 def quantize_stochastic(x: ArrayLike, scale: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -> NDArray[np.uint8]:
-    """Quantize with random rounding; see `encode_stochastic`.
+    """Quantize with stochastic rounding; see `encode_stochastic`.
 
     Args:
         x: float16, bfloat16 or float32, any shape.
         scale: float32, broadcastable to `x`.
-        fmt: The FP8 format.
+        fmt: FP8 format.
         random_bits: uint32 of the shape of `x`, uniformly distributed.
 
     Returns:
         uint8 codes of the shape of `x`.
 
     Raises:
-        Fp8Error: Unsupported dtype or format, or `random_bits` is not uint32 of this shape.
+        Fp8Error: If the dtype or format is not supported, or `random_bits` is not uint32 of the shape of `x`.
     """
     return encode_stochastic(_scaled(x, scale), fmt, random_bits)
 
 
 def dequantize(q: ArrayLike, scale: ArrayLike, fmt: str | Format, dtype: DTypeLike = np.float32) -> NDArray[np.generic]:
-    """Return `q * RN32(1 / scale)`, computed in float32 and rounded to `dtype`.
+    """Return `q * RN32(1 / scale)`, in float32 and then rounded to `dtype`.
 
     Args:
         q: uint8 codes, any shape.
         scale: float32 scale into FP8, broadcastable to `q`.
-        fmt: The FP8 format of `q`.
+        fmt: FP8 format of `q`.
         dtype: float32, float16 or bfloat16.
 
     Returns:
         Values in `dtype`, of the shape of `q`.
 
     Raises:
-        Fp8Error: Unsupported dtype or format.
+        Fp8Error: If the dtype or the format is not supported.
     """
-    # Multiply by the rounded reciprocal, do not divide: GPUs multiply, and the two differ in the last bit.
+    # A multiplication by the rounded reciprocal, like on GPUs. A division differs in the last bit.
     return _unscaled(decode(q, get_data_format(fmt)), reciprocal(scale), dtype)
 
 
@@ -171,18 +175,19 @@ def quantize_rowwise(
 
     Args:
         x: float16, bfloat16 or float32, any shape of at least one dimension.
-        fmt: The FP8 format.
-        axis: The axis that shares a scale: -1 gives a scale per row, 0 a scale per column of a matrix.
-        policy: The scale rule.
+        fmt: FP8 format.
+        axis: Axis whose elements share a scale. For a matrix, -1 gives a scale per row, 0 a scale per column.
+        policy: Rule for the scales.
 
     Returns:
-        uint8 codes of the shape of `x`; float32 scales of that shape with `axis` of length 1, so that they broadcast.
+        uint8 codes of the shape of `x`, and float32 scales of that shape with `axis` of length 1, so that they
+        broadcast.
 
     Raises:
-        Fp8Error: Unsupported dtype or format.
+        Fp8Error: If the dtype or the format is not supported.
     """
-    # No previous scale: slices of zeros, and slices with an infinity or NaN, get 1.0 unless the policy defines another
-    # scale.
+    # Without a previous scale, slices of zeros and slices with an infinity or NaN get the scale 1.0, unless the policy
+    # defines another one.
     scale = amax_to_scale(amax(x, axis=axis, keepdims=True), fmt, policy)
     return Quantized(quantize(x, scale, fmt), scale)
 
@@ -190,21 +195,19 @@ def quantize_rowwise(
 def quantize_blockwise(
     x: ArrayLike, fmt: str | Format, block: Block = (1, 128), policy: ScalePolicy = CANONICAL
 ) -> Quantized[NDArray[Any]]:
-    """Quantize with a scale for each (rows, columns) block.
-
-    Blocks divide the last two dimensions.
+    """Quantize with one scale per block of the last two dimensions.
 
     Args:
-        x: float16, bfloat16 or float32 [..., M, N]; blocks at the edges may be partial.
-        fmt: The FP8 format.
-        block: (1, 128) for activations and gradients, (128, 128) for weights.
-        policy: The scale rule.
+        x: float16, bfloat16 or float32 [..., M, N]. Blocks at the edges may be partial.
+        fmt: FP8 format.
+        block: Block size (rows, columns): (1, 128) for activations and gradients, (128, 128) for weights.
+        policy: Rule for the scales.
 
     Returns:
-        uint8 codes [..., M, N]; float32 scales [..., ceil(M / rows), ceil(N / columns)].
+        uint8 codes [..., M, N], and float32 scales [..., ceil(M / rows), ceil(N / columns)].
 
     Raises:
-        Fp8Error: Unsupported dtype or format, or a block that cannot cut `x`.
+        Fp8Error: If the dtype or format is not supported, or the block cannot divide `x`.
     """
     array = as_float32(x)
     scale = amax_to_scale(block_amax(array, check_block(block, array.ndim)), fmt, policy)
@@ -214,20 +217,20 @@ def quantize_blockwise(
 def dequantize_blockwise(
     q: ArrayLike, scale: ArrayLike, fmt: str | Format, block: Block = (1, 128), dtype: DTypeLike = np.float32
 ) -> NDArray[np.generic]:
-    """Undo `quantize_blockwise`.
+    """Dequantize the result of `quantize_blockwise`.
 
     Args:
         q: uint8 codes [..., M, N].
         scale: float32 scales into FP8 [..., ceil(M / rows), ceil(N / columns)].
-        fmt: The FP8 format of `q`.
-        block: (rows, columns) of a block.
+        fmt: FP8 format of `q`.
+        block: Block size (rows, columns).
         dtype: float32, float16 or bfloat16.
 
     Returns:
         Values in `dtype`, [..., M, N].
 
     Raises:
-        Fp8Error: Unsupported dtype or format, a block that cannot cut `q`, or scales of another shape.
+        Fp8Error: If the dtype or format is not supported, the block cannot divide `q`, or scales have the wrong shape.
     """
     codes = np.asarray(q)
     check_block(block, codes.ndim)
@@ -237,19 +240,19 @@ def dequantize_blockwise(
 def quantize_mx(x: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> Quantized[NDArray[Any]]:
     """Quantize to OCP MX.
 
-    One E8M0 scale for 32 consecutive values of the last dimension.
+    Each block of 32 consecutive values of the last dimension has one E8M0 scale.
 
     Args:
-        x: float16, bfloat16 or float32 [..., N]; the last block may be partial.
-        fmt: The element format.
-        mode: How the scale is rounded; see `amax_to_e8m0`.
+        x: float16, bfloat16 or float32 [..., N]. The last block may be partial.
+        fmt: Format of the elements.
+        mode: Rounding mode of the scale; see `amax_to_e8m0`.
 
     Returns:
-        Codes [..., N]; E8M0 codes [..., ceil(N / 32)] (2^(code-127) goes back from FP8; 255 marks a block with an
-        infinity or a NaN, all of whose data is NaN); both uint8.
+        uint8 codes [..., N], and uint8 E8M0 codes [..., ceil(N / 32)]. 2^(code - 127) is the scale back from FP8. The
+        code 255 marks a block with an infinity or a NaN; all its values become NaN.
 
     Raises:
-        Fp8Error: Unsupported dtype, format or mode, or a scalar.
+        Fp8Error: If the dtype, format or mode is not supported, or `x` is a scalar.
     """
     array = as_float32(x)
     codes = amax_to_e8m0(block_amax(array, check_block(MX_BLOCK, array.ndim)), fmt, mode)
@@ -260,19 +263,19 @@ def quantize_mx(x: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> Quan
 def dequantize_mx(
     q: ArrayLike, codes: ArrayLike, fmt: str | Format, dtype: DTypeLike = np.float32
 ) -> NDArray[np.generic]:
-    """Undo `quantize_mx`; exact in float32.
+    """Dequantize the result of `quantize_mx`; exact in float32.
 
     Args:
         q: uint8 codes [..., N].
         codes: uint8 E8M0 codes [..., ceil(N / 32)].
-        fmt: The element format.
+        fmt: Format of the elements.
         dtype: float32, float16 or bfloat16.
 
     Returns:
         Values in `dtype`, [..., N].
 
     Raises:
-        Fp8Error: Unsupported dtype or format, a scalar, or E8M0 codes of another shape.
+        Fp8Error: If the dtype or format is not supported, `q` is a scalar, or `codes` has the wrong shape.
     """
     data = np.asarray(q)
     check_block(MX_BLOCK, data.ndim)
@@ -283,11 +286,11 @@ def dequantize_mx(
 def _scaled(x: ArrayLike, scale: ArrayLike) -> NDArray[np.float32]:
     value = as_float32(x)
     with np.errstate(all="ignore"):
-        # Multiply in float32, as every framework and GPU does: a float64 result would not be rounded before the
-        # rounding to FP8, which gives other codes near midpoints.
-        product = value * as_float32(scale, "scale")
-    # Infinity comes only from x: a finite x that overflows is a large number, which saturates.
-    return np.where(np.isinf(value), value, np.clip(product, -FLOAT32_MAX, FLOAT32_MAX))
+        # Multiply in float32, like all frameworks and GPUs: without this rounding before the one to FP8, codes near
+        # midpoints would differ.
+        scaled = value * as_float32(scale, "scale")
+    # Only an infinite x stays infinite: a finite x that overflows is a large number, which saturates.
+    return np.where(np.isinf(value), value, np.clip(scaled, -FLOAT32_MAX, FLOAT32_MAX))
 
 
 def _unscaled(values: NDArray[np.float32], scale_inv: NDArray[np.float32], dtype: DTypeLike) -> NDArray[np.generic]:

@@ -1,13 +1,13 @@
-"""Numbers to 8-bit codes and back, and random bits.
+"""Conversion of numbers to 8-bit codes and back, and random bits.
 
-Rounding is to nearest, ties to even, once, and saturates to the largest finite value. Infinity does not saturate: it
-becomes NaN, which no later multiplication loses. NaN stays NaN. Stochastic rounding takes its random bits from the
-caller.
+Values are rounded once, to nearest with ties to even, and saturate to the largest finite value. Infinity does not
+saturate but becomes NaN, which later multiplications preserve; NaN remains NaN. For stochastic rounding, the caller
+passes the random bits.
 
 Random bits come from Philox 4x32-10, a counter-based generator (Salmon et al., "Parallel Random Numbers: As Easy as 1,
-2, 3", SC 2011). Element i takes word i % 4 of counter i // 4 + offset under the 64-bit key `seed`; the counter is the
-four words (low 32 bits, high 32 bits, 0, 0). So any element's bits follow from its index: runs repeat, shards and
-frameworks agree, and nothing is stored.
+2, 3", SC 2011). Element i uses word i % 4 of counter i // 4 + offset, under the 64-bit key `seed`. A counter is the
+four words (low 32 bits, high 32 bits, 0, 0). The bits of an element depend only on its index, so runs are repeatable,
+shards and frameworks agree, and no state is stored.
 """
 
 from functools import cache
@@ -20,48 +20,47 @@ from fp8_common.formats import Format, get_data_format, get_format
 
 
 def encode(x: ArrayLike, fmt: str | Format) -> NDArray[np.uint8]:
-    """Round to the nearest value of `fmt`; return uint8 codes.
+    """Round to the nearest value of a format; return uint8 codes.
 
-    Ties to even, saturating.
+    Values are rounded once, from the precision of `x`, with ties to even.
 
     Args:
-        x: Array of any shape; float16, bfloat16, float32 or float64 (rounded once, from the given precision).
-        fmt: A data format or its name.
+        x: float16, bfloat16, float32 or float64, any shape.
+        fmt: Data format or its name.
 
     Returns:
-        uint8 codes of the shape of `x`. Finite magnitudes above the format's maximum give the largest finite code;
-        infinity and NaN give the NaN code (with the sign bit, 0x80 alone in FNUZ formats); -0 keeps its sign except
-        in FNUZ formats, which have none.
+        uint8 codes of the shape of `x`. Finite magnitudes above the maximum give the largest finite code. Infinity and
+        NaN give the NaN code with the sign of `x`, or 0x80 in FNUZ formats. -0 keeps its sign, except in FNUZ formats,
+        which have no -0.
 
     Raises:
-        Fp8Error: `fmt` is E8M0 or unknown.
+        Fp8Error: If `fmt` is E8M0 or unknown.
     """
     fmt = get_data_format(fmt)
-    # float64 holds every input exactly and leaves room to scale it by powers of two, so rint is the only rounding.
+    # float64 represents all inputs exactly, also after scaling by powers of two, so rint is the only rounding.
     value = _as_float64(x)
     grid, exponent = _to_grid(np.abs(value), fmt)
     return _assemble(value, np.rint(grid), exponent, fmt)
 
 
 def encode_stochastic(x: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -> NDArray[np.uint8]:
-    """Round up or down at random; return uint8 codes.
+    """Round stochastically to a value of a format; return uint8 codes.
 
-    Up with the probability of the distance from below.
-
-    With f the fraction of the way to the next grid point and u = (2 * (random_bits >> 9) + 1) * 2^-24, the
-    magnitude rounds up exactly when u < f: representable values never move, and the probability of rounding up is
-    f to within 2^-24. Overflow saturates as in `encode`. float32-subnormal inputs have f < 2^-100 and round to zero.
+    f is the distance of a magnitude from the next lower value of the format, as a fraction of the distance between both
+    neighbors, and u = (2 * (random_bits >> 9) + 1) * 2^-24. The magnitude is rounded up if u < f, else down. So values
+    of the format do not change, and the probability of rounding up is f to within 2^-24. Overflow saturates as in
+    `encode`. Subnormal float32 inputs have f < 2^-100 and become zero.
 
     Args:
-        x: Array of any shape; float16, bfloat16 or float32.
-        fmt: A data format or its name.
-        random_bits: uint32, shape of `x`, uniformly distributed.
+        x: float16, bfloat16 or float32, any shape.
+        fmt: Data format or its name.
+        random_bits: uint32 of the shape of `x`, uniformly distributed.
 
     Returns:
         uint8 codes of the shape of `x`.
 
     Raises:
-        Fp8Error: The shapes differ, or `random_bits` is not uint32.
+        Fp8Error: If the shapes differ, or `random_bits` is not uint32.
     """
     fmt = get_data_format(fmt)
     value = _as_float64(x)
@@ -73,29 +72,30 @@ def encode_stochastic(x: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -
         )
     grid, exponent = _to_grid(np.abs(value), fmt)
     below = np.floor(grid)
-    # An odd multiple of 2^-24 is never 0, so a fraction of 0 never moves; and 24 bits are exact in float32 elsewhere.
+    # An odd multiple of 2^-24 is never 0, so a fraction of 0 is never rounded up. 24 bits are exact in the float32 of
+    # other frameworks.
     threshold = ((bits >> 9).astype(np.float64) * 2 + 1) * 2.0**-24
     return _assemble(value, below + (threshold < grid - below), exponent, fmt)
 
 
 def decode(codes: ArrayLike, fmt: str | Format) -> NDArray[np.float32]:
-    """Return the float32 value of every code; exact for every format.
+    """Return the float32 values of codes; exact for all formats.
 
     Args:
-        codes: uint8 array of any shape (arrays of the format's ml_dtypes dtype are accepted too).
-        fmt: A format or its name, E8M0 included (2^(code-127), 255 is NaN).
+        codes: uint8 or the format's ml_dtypes dtype, any shape.
+        fmt: Format or its name, including E8M0: 2^(code - 127), and NaN for 255.
 
     Raises:
-        Fp8Error: `codes` is neither uint8 nor of the format's own dtype.
+        Fp8Error: If `codes` is neither uint8 nor of the format's own dtype.
     """
     return _values(get_format(fmt))[to_uint8_codes(codes, fmt)]
 
 
 def to_uint8_codes(codes: ArrayLike, fmt: str | Format) -> NDArray[np.uint8]:
-    """Return `codes` as uint8, viewing arrays of the format's own dtype.
+    """Return codes as uint8; arrays of the format's own dtype are viewed.
 
     Raises:
-        Fp8Error: The dtype is neither uint8 nor the format's own.
+        Fp8Error: If the dtype is neither uint8 nor the format's own.
     """
     array = np.asarray(codes)
     if array.dtype == get_format(fmt).numpy_dtype:
@@ -111,13 +111,10 @@ def _as_float64(x: ArrayLike) -> NDArray[np.float64]:
 
 
 def _to_grid(magnitude: NDArray[np.float64], fmt: Format) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Scale magnitudes so that their binade's grid is the integers.
-
-    The exponents are returned, too.
-    """
-    # Infinity and NaN have no binade; `_assemble` gives them their codes.
+    """Return magnitudes in steps of their binade's grid, and their exponents."""
+    # Infinity and NaN have no binade; `_assemble` sets their codes.
     finite = np.where(np.isfinite(magnitude), magnitude, 0.0)
-    # frexp reads the exponent from the bits; a logarithm would round, and be one too high just below powers of two.
+    # frexp reads the exponent from the bits. A logarithm is rounded, and one too high just below powers of two.
     exponent = np.maximum(np.frexp(finite)[1] - 1, fmt.min_exponent)
     exponent = np.where(finite > 0, exponent, fmt.min_exponent).astype(np.int64)
     return np.ldexp(finite, fmt.mantissa_bits - exponent), exponent
@@ -126,15 +123,15 @@ def _to_grid(magnitude: NDArray[np.float64], fmt: Format) -> tuple[NDArray[np.fl
 def _assemble(
     value: NDArray[np.float64], steps: NDArray[np.float64], exponent: NDArray[np.int64], fmt: Format
 ) -> NDArray[np.uint8]:
-    """Put exponent, rounded mantissa, sign and special values together."""
-    # `steps` includes the implicit leading bit, 2^mantissa_bits, which adds one to the exponent field: hence bias - 1,
-    # and field 0 for subnormals, whose steps are fewer. A mantissa that rounds up to 2 carries the same way.
+    """Combine exponents, rounded mantissas, signs and special values into codes."""
+    # `steps` includes the implicit leading bit, 2^mantissa_bits, which adds one to the exponent field: hence bias - 1.
+    # Subnormals lack this bit and get field 0. A mantissa that is rounded up to 2 carries the same way.
     code = ((exponent + fmt.bias - 1) << fmt.mantissa_bits) + steps.astype(np.int64)
-    # Saturate after rounding, so that values which round up past the largest one are covered, too.
+    # Saturate after rounding, to include values that are rounded up past the largest one.
     code = np.minimum(code, fmt.max_code)
     sign = np.signbit(value).astype(np.int64) << 7
     if fmt.fnuz:
-        # 0x80, which would be -0, is the one NaN of these formats.
+        # 0x80, -0 in other formats, is the only NaN of these formats.
         sign = np.where(code == 0, 0, sign)
         return np.where(np.isfinite(value), code | sign, fmt.nan_code).astype(np.uint8)
     return (np.where(np.isfinite(value), code, fmt.nan_code) | sign).astype(np.uint8)
@@ -142,9 +139,9 @@ def _assemble(
 
 @cache
 def _values(fmt: Format) -> NDArray[np.float32]:
-    """The 256 values of a format, computed from its fields."""
+    """Return the 256 values of a format, computed from its fields."""
     code = np.arange(256)
-    # E8M0 has no sign, no zero and no subnormals: all eight bits are exponent, and the leading bit is always there.
+    # E8M0 has no sign, no zero and no subnormals: all eight bits are exponent, and the leading bit is always 1.
     sign = np.where(code >> 7, -1.0, 1.0) if fmt.signed else np.ones(256)
     magnitude = code & 0x7F if fmt.signed else code
     field = magnitude >> fmt.mantissa_bits
@@ -153,7 +150,7 @@ def _values(fmt: Format) -> NDArray[np.float32]:
     exponent = np.maximum(field, 1) if fmt.signed else field
     steps = fraction + (leading.astype(np.int64) << fmt.mantissa_bits)
     value = sign * np.ldexp(steps.astype(np.float64), exponent - fmt.bias - fmt.mantissa_bits)
-    # Every code above the largest finite one is special; of these, E5M2's first is infinity.
+    # All codes above the largest finite one are special; the first of them is infinity in E5M2.
     if fmt.fnuz:
         value[fmt.nan_code] = np.nan
     else:
@@ -162,7 +159,7 @@ def _values(fmt: Format) -> NDArray[np.float32]:
         infinity = magnitude == fmt.max_code + 1
         value[infinity] = sign[infinity] * np.inf
     table = value.astype(np.float32)
-    table.setflags(write=False)  # it is cached, so a caller must not change it
+    table.setflags(write=False)  # cached, so callers must not change it
     return table
 
 
@@ -176,31 +173,36 @@ def random_bits(seed: int, shape: tuple[int, ...], offset: int = 0) -> NDArray[n
     """Return the random bits of a tensor.
 
     Args:
-        seed: Key, 64 bits.
-        shape: Shape of the tensor; elements are numbered in row-major order.
-        offset: Counters to skip; a step that uses n elements advances it by ceil(n / 4).
+        seed: 64-bit key.
+        shape: Shape of the tensor. Elements are numbered in row-major order.
+        offset: First counter. A tensor of n elements uses ceil(n / 4) counters.
 
     Returns:
-        uint32 of `shape`, to be given to `encode_stochastic`.
+        uint32 of `shape`, for `encode_stochastic`.
     """
     size = int(np.prod(shape, dtype=np.int64))
     counter = np.arange(-(-size // 4), dtype=np.uint64) + np.uint64(offset)
-    # The upper half of the 128-bit counter stays zero: 2^64 counters are enough, and Triton's generator takes no more.
+    # The upper half of the 128-bit counter is always zero: 2^64 counters suffice, and Triton's generator has no more.
     zeros = np.zeros_like(counter)
     words = philox((counter & WORD, counter >> np.uint64(32), zeros, zeros), seed)
-    # The four words of a counter belong to four consecutive elements; a last, incomplete group is cut.
+    # The four words of a counter belong to four consecutive elements; the last words may be unused.
     return np.stack(words, axis=-1).reshape(-1)[:size].astype(np.uint32).reshape(shape)
 
 
 def philox(counter: tuple[NDArray[np.uint64], ...], seed: int) -> tuple[NDArray[np.uint64], ...]:
-    """Return four 32-bit Philox words of a counter.
+    """Return the four 32-bit words of Philox 4x32-10 for counters.
 
-    The counter is four words, all uint64 of one shape, under the 64-bit key `seed`.
+    Args:
+        counter: Four 32-bit words, as uint64 arrays of the same shape.
+        seed: 64-bit key.
+
+    Returns:
+        Four arrays of 32-bit words, as uint64 of that shape.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = np.uint64(seed & 0xFFFFFFFF), np.uint64((seed >> 32) & 0xFFFFFFFF)
     for _ in range(ROUNDS):
-        # Words are kept in uint64, so that a multiplication has room for its high half.
+        # Words are uint64, so that a multiplication includes its high half.
         first, second = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1 = (second >> np.uint64(32)) ^ c1 ^ k0, second & WORD
         c2, c3 = (first >> np.uint64(32)) ^ c3 ^ k1, first & WORD

@@ -1,15 +1,14 @@
-"""From values to scales: amax, scales, E8M0, and amax history.
+"""Amax, scales, E8M0 scales and amax histories: the definition for all frameworks.
 
-The definition that all frameworks equal. An amax is an integer maximum over float bits with the sign cleared: for
-non-negative floats the order of the bits is the order of the values, infinity sorts above every number and NaN above
-infinity. So the maximum needs no rounding, does not depend on the order of reduction, survives hardware that flushes
-subnormals, and cannot lose a NaN.
+An amax is an integer maximum over float bits with a cleared sign. For non-negative floats, the bits have the order of
+the values, with infinity above all numbers and NaN above infinity. So the maximum is not rounded, does not depend on
+the order of reduction, is the same on hardware that flushes subnormals, and preserves NaN.
 
-E8M0 scales are integer operations on the bits of the amax alone. Source: OCP Microscaling Formats (MX) Specification
-1.0 for "floor"; the other modes are torchao's and NVIDIA's cuBLAS recipe ("rceil").
+E8M0 scales are integer operations on the bits of the amax. Sources: OCP Microscaling Formats (MX) Specification 1.0 for
+"floor", NVIDIA's cuBLAS recipe for "rceil", and torchao for "ceil" and "even".
 
-A history holds exactly L observations for each tensor. At the end of a step it rolls by -1, slot 0 takes the new amax,
-and it is reduced: the result gives the scale of the next step. Slot 0 is the newest, slot 1 the oldest and the last
+A history has exactly L observations of each tensor. At the end of a step it is rolled by -1, slot 0 is set to the new
+amax, and the reduced history gives the scale for the next step. Slot 0 is the newest, slot 1 the oldest and the last
 slot the second newest, because TransformerEngine and flax roll in this direction.
 """
 
@@ -26,82 +25,86 @@ from fp8_common.formats import E8M0, Format, get_data_format
 from fp8_common.policy import CANONICAL, HISTORY_ALGOS, MAX_EXPONENT, MX_MODES, HistoryAlgo, MxMode, ScalePolicy
 
 KEY_MASK = 0x7FFFFFFF
-"""Clears the sign of float32 bits."""
+"""Mask of float32 bits without the sign."""
 INF_KEY = 0x7F800000
 """Key of infinity, and the exponent field of float32 bits; larger keys are NaN."""
 MIN_NORMAL_KEY = 0x00800000
 """Key of 2^-126, the smallest normal float32; smaller keys are subnormal or zero."""
 
 INPUT_DTYPES = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32))
-"""The dtypes that can be quantized; all convert to float32 exactly."""
+"""dtypes that can be quantized; all convert to float32 exactly."""
 
 
 def as_float32(x: ArrayLike, what: str = "x") -> NDArray[np.float32]:
-    """Return `x` as float32, exactly.
+    """Convert an array to float32, exactly.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        what: Name of the argument in errors.
 
     Raises:
-        Fp8Error: `x` is not float16, bfloat16 or float32.
+        Fp8Error: If `x` is not float16, bfloat16 or float32.
     """
     array = np.asarray(x)
     if array.dtype not in INPUT_DTYPES:
         raise Fp8Error(f"{what} must be float16, bfloat16 or float32, got {array.dtype}. Convert it to float32 first.")
     with np.errstate(invalid="ignore"):  # a signalling NaN is no error
-        # Widening only: no input dtype has a value that float32 lacks, so nothing is rounded here.
+        # float32 represents all values of the input dtypes, so nothing is rounded.
         return array.astype(np.float32)
 
 
 def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> NDArray[np.float32]:
-    """Return max |x| over `axis` as float32, exactly.
+    """Return max |x| over axes as float32, exactly.
 
     Args:
-        x: Array of float16, bfloat16 or float32.
+        x: float16, bfloat16 or float32, any shape.
         axis: Axis or axes to reduce; None reduces all.
-        keepdims: Keep reduced axes with length 1.
+        keepdims: Whether to keep reduced axes with length 1.
 
     Returns:
-        float32; 0 for an empty reduction, NaN if any reduced element is NaN, else inf if any is infinite.
+        float32; 0 for an empty reduction, NaN if any reduced element is NaN, else infinity if any is infinite.
 
     Raises:
-        Fp8Error: `x` has another dtype.
+        Fp8Error: If the dtype of `x` is not supported.
     """
     axes = tuple(axis) if isinstance(axis, Sequence) else axis
-    # np.max of floats keeps a NaN too; the GPU kernels and all-reduces compare keys.
+    # np.max of floats also preserves NaN, but GPU kernels and all-reduces compare keys.
     keys = float_key(as_float32(x))
-    # Keys are never negative, so `initial` changes nothing but the result of an empty reduction.
+    # Keys are never negative, so `initial` only affects an empty reduction.
     return key_to_float(np.asarray(np.max(keys, axis=axes, keepdims=keepdims, initial=0)))
 
 
 def float_key(x: NDArray[np.float32]) -> NDArray[np.int32]:
-    """Return float32 bits without sign, an order-preserving int32 key."""
+    """Return the bits of |x|, an order-preserving int32 key."""
     return x.view(np.int32) & np.int32(KEY_MASK)
 
 
 def key_to_float(key: NDArray[np.int32]) -> NDArray[np.float32]:
-    """Return the float32 whose bits are `key`."""
+    """Return the float32 values with the bits `key`."""
     return np.asarray(key, np.int32).view(np.float32)
 
 
 def amax_to_scale(
     amax: ArrayLike, fmt: str | Format, policy: ScalePolicy = CANONICAL, prev: ArrayLike | None = None
 ) -> NDArray[np.float32]:
-    """Return the scale that multiplies values into `fmt`.
+    """Return the scale that multiplies values into a format.
 
-    Canonically RN32(fmt.max * 2^-margin / amax), IEEE division, clamped to [2^-126, 2^100]. The cap makes every
-    float32-subnormal input round to zero, so that implementations which flush subnormals agree; it also keeps the
-    reciprocal normal.
+    The canonical policy computes RN32(fmt.max * 2^-margin / amax) by IEEE division and clamps it to [2^-126, 2^100].
+    With this upper limit, subnormal float32 inputs round to zero, so that implementations that flush subnormals agree,
+    and the reciprocal is normal.
 
     Args:
-        amax: float32 of any shape, max |x| (its sign is ignored).
-        fmt: The format the values go to.
-        policy: The rule; see `fp8_common.policy`.
-        prev: float32, broadcastable to `amax`: the scale in use, kept where amax is zero, infinite or NaN (depending on
-            the policy). None stands for 1.0: current scaling.
+        amax: float32 of any shape, max |x|. The sign is ignored.
+        fmt: Format of the scaled values.
+        policy: Rule for the scale; see `fp8_common.policy`.
+        prev: Current scale, float32, broadcastable to `amax`. Depending on the policy, it is kept if amax is zero,
+            infinite or NaN. None means 1.0, for current scaling.
 
     Returns:
         float32 of the shape of `amax`.
 
     Raises:
-        Fp8Error: Unknown format, or `amax` is not float16, bfloat16 or float32.
+        Fp8Error: If the format is unknown, or `amax` is not float16, bfloat16 or float32.
     """
     fmt = get_data_format(fmt)
     value = np.abs(as_float32(amax, "amax"))
@@ -111,9 +114,9 @@ def amax_to_scale(
         return e8m0_to_scale(amax_to_e8m0(value, fmt, policy.mx_mode))
     key = float_key(value)
     with np.errstate(all="ignore"):  # amax of zero, infinity and NaN divide too; their scales are replaced below
-        # The margin goes into the numerator, which stays exact; the quotient may be at an end of the range already.
+        # The margin is part of the numerator, which remains exact; the quotient may be at an end of the range already.
         scale = _limit(np.float32(fmt.max * 2.0**-policy.margin) / _at_least_eps(value, policy), policy)
-    # Current scaling has no previous scale; 1.0 leaves the data unchanged.
+    # Current scaling has no previous scale. 1.0 does not change the data.
     fallback = np.broadcast_to(np.float32(1) if prev is None else as_float32(prev, "prev"), scale.shape)
     return _replace_unusable(scale, key, policy, fallback)
 
@@ -121,37 +124,37 @@ def amax_to_scale(
 def amax_to_scale_inv(
     amax: ArrayLike, fmt: str | Format, policy: ScalePolicy = CANONICAL, prev: ArrayLike | None = None
 ) -> NDArray[np.float32]:
-    """Return the scale that multiplies FP8 values back.
+    """Return the scale that multiplies values back from FP8.
 
-    This is RN32(1 / `amax_to_scale`).
+    This is the reciprocal of `amax_to_scale` in float32.
 
     Args:
-        amax: float32 of any shape, max |x| (its sign is ignored).
-        fmt: The format that the values have.
-        policy: The rule; see `fp8_common.policy`.
-        prev: float32, broadcastable to `amax`: the scale in use, into FP8 as in `amax_to_scale`.
+        amax: float32 of any shape, max |x|. The sign is ignored.
+        fmt: Format of the scaled values.
+        policy: Rule for the scale; see `fp8_common.policy`.
+        prev: Current scale into FP8, float32, broadcastable to `amax`, as in `amax_to_scale`.
 
     Returns:
         float32 of the shape of `amax`.
 
     Raises:
-        Fp8Error: Unknown format, or `amax` is not float16, bfloat16 or float32.
+        Fp8Error: If the format is unknown, or `amax` is not float16, bfloat16 or float32.
     """
     return reciprocal(amax_to_scale(amax, fmt, policy, prev))
 
 
 def reciprocal(scale: ArrayLike) -> NDArray[np.float32]:
-    """Return RN32(1 / scale), IEEE division; float32 of the shape of `scale`.
+    """Return RN32(1 / scale) by IEEE division, float32 shaped like `scale`.
 
     Raises:
-        Fp8Error: `scale` is not float16, bfloat16 or float32.
+        Fp8Error: If `scale` is not float16, bfloat16 or float32.
     """
     with np.errstate(all="ignore"):
         return np.float32(1) / as_float32(scale, "scale")
 
 
 def _at_least_eps(amax: NDArray[np.float32], policy: ScalePolicy) -> NDArray[np.float32]:
-    """Raise small amax to eps; NaN stays."""
+    """Return max(amax, eps); NaN remains NaN."""
     eps = np.float32(policy.eps)
     return np.where(amax < eps, eps, amax)
 
@@ -159,7 +162,7 @@ def _at_least_eps(amax: NDArray[np.float32], policy: ScalePolicy) -> NDArray[np.
 def _limit(scale: NDArray[np.float32], policy: ScalePolicy) -> NDArray[np.float32]:
     scale = np.clip(scale, np.float32(policy.lower), np.float32(policy.upper))
     if policy.power_of_2:
-        # Clearing the mantissa is an exact floor; exp2(floor(log2(scale))) would round up just below powers of two.
+        # Clearing the mantissa is an exact floor. exp2(floor(log2(scale))) rounds up just below powers of two.
         scale = (scale.view(np.int32) & np.int32(INF_KEY)).view(np.float32)
     return scale
 
@@ -167,8 +170,8 @@ def _limit(scale: NDArray[np.float32], policy: ScalePolicy) -> NDArray[np.float3
 def _replace_unusable(
     scale: NDArray[np.float32], key: NDArray[np.int32], policy: ScalePolicy, prev: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Replace scales of zero, infinite and NaN amax by the policy's."""
-    # By the bits of amax, not by the scale: after the limits, the scales of zero and infinity are ordinary numbers.
+    """Replace the scales of an amax that is zero, infinite or NaN."""
+    # Selected by the bits of amax: after the limits, the scales of zero and infinity are ordinary numbers.
     replacement = {"previous": prev, "one": np.float32(1)}
     if policy.zero != "eps":
         scale = np.where(key == 0, replacement[policy.zero], scale)
@@ -180,52 +183,56 @@ MANTISSA = 0x007FFFFF
 
 
 def amax_to_e8m0(amax: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> NDArray[np.uint8]:
-    """Return E8M0 codes: the biased exponents of scales back from FP8.
+    """Return E8M0 codes, the biased exponents of scales back from FP8.
 
     Args:
-        amax: float32, any shape: max |x| of each block.
-        fmt: The element format of the block.
-        mode: "floor": exponent of amax, minus the format's own (values may saturate). "ceil": the same, rounded up.
-            "even": amax first rounded to the format's mantissa. "rceil": the smallest power of two that is at least
-            amax / fmt.max, so that nothing saturates. "stable": "rceil" of the amax of the decoded values, so that
-            casting decoded values gives the same codes and scale.
+        amax: float32 of any shape, max |x| of each block.
+        fmt: Format of the elements.
+        mode: Rounding mode. "floor": exponent of amax minus `fmt.max_exponent`; values may saturate. "ceil": the same,
+            with amax rounded up to a power of two. "even": the same, with amax rounded to the format's mantissa.
+            "rceil": smallest power of two that is at least amax / fmt.max, so that no value saturates. "stable":
+            "rceil" for the amax of the decoded values, so that a cast of decoded values gives the same codes and scale.
 
     Returns:
         uint8 codes of the shape of `amax`; 255 (NaN) where amax is infinite or NaN.
 
     Raises:
-        Fp8Error: Unknown mode or format, or `amax` is not float16, bfloat16 or float32.
+        Fp8Error: If the mode or format is unknown, or `amax` is not float16, bfloat16 or float32.
     """
     fmt = get_data_format(fmt)
     check_mode(mode)
-    # 64 bits: "even" adds to the key, which may be a NaN's already.
+    # 64 bits, because "even" adds to the key, which overflows int32 for NaN.
     key = float_key(as_float32(amax, "amax")).astype(np.int64)
-    # float32 and E8M0 share the bias 127, so an exponent field of float32 is a code.
+    # float32 and E8M0 have the same bias of 127, so the exponent field of a float32 is a code.
     if mode in ("rceil", "stable"):
         code = _rceil(rounded_key(key, fmt) if mode == "stable" else key, fmt)
     else:
         code = _round_exponent(key, fmt, mode) - fmt.max_exponent
-    # Small amax, zero included, take code 0: the specification has no scale below 2^-127, and no zero.
+    # A small amax, or zero, gives code 0: E8M0 has neither zero nor a scale below 2^-127.
     return np.where(key >= INF_KEY, E8M0.nan_code, np.maximum(code, 0)).astype(np.uint8)
 
 
 def check_mode(mode: str) -> None:
-    """Raise for unknown rounding modes.
+    """Raise for an unknown rounding mode of MX scales.
 
     Raises:
-        Fp8Error: `mode` is none of `MX_MODES`.
+        Fp8Error: If `mode` is not in `MX_MODES`.
     """
     if mode not in MX_MODES:
         raise Fp8Error(f"mode must be one of {', '.join(MX_MODES)}, got {mode!r}.")
 
 
 def e8m0_to_scale(codes: ArrayLike) -> NDArray[np.float32]:
-    """Return the float32 scale into FP8 of E8M0 codes.
+    """Return the scales into FP8 for E8M0 codes.
 
-    2^(127-code) for uint8 codes, in their shape; NaN for 255.
+    Args:
+        codes: uint8 or float8_e8m0fnu, any shape.
+
+    Returns:
+        float32 of the shape of `codes`: 2^(127 - code), and NaN for 255.
 
     Raises:
-        Fp8Error: `codes` is neither uint8 nor float8_e8m0fnu.
+        Fp8Error: If `codes` is neither uint8 nor float8_e8m0fnu.
     """
     with np.errstate(all="ignore"):
         # Exact: 1/2^k is a power of two, and 2^-127 (code 254) is a float32 subnormal.
@@ -233,25 +240,25 @@ def e8m0_to_scale(codes: ArrayLike) -> NDArray[np.float32]:
 
 
 def e8m0_to_scale_inv(codes: ArrayLike) -> NDArray[np.float32]:
-    """Return the float32 scale back from FP8 of E8M0 codes.
+    """Return the scales back from FP8 for E8M0 codes.
 
-    2^(code-127) for uint8 codes, in their shape; NaN for 255.
+    Args:
+        codes: uint8 or float8_e8m0fnu, any shape.
 
-    That of code 0 is subnormal.
+    Returns:
+        float32 of the shape of `codes`: 2^(code - 127), which is subnormal for code 0, and NaN for 255.
 
     Raises:
-        Fp8Error: `codes` is neither uint8 nor float8_e8m0fnu.
+        Fp8Error: If `codes` is neither uint8 nor float8_e8m0fnu.
     """
     return decode(codes, E8M0)
 
 
 def rounded_key(key: NDArray[Any], fmt: Format, zero: int = 0) -> NDArray[Any]:
-    """Round keys to the mantissa of `fmt`, ties to even.
+    """Round float32 keys to the mantissa of a format, ties to even.
 
-    The amax after a cast there and back by a power of two.
-
-    Keys up to `zero` become 0. Keys that would round to infinity become the largest finite key; infinity and NaN do not
-    change.
+    The result is the amax after a cast to FP8 and back with a power-of-two scale. Keys up to `zero` become 0. A key
+    that would round to infinity becomes the largest finite key; infinity and NaN do not change.
     """
     dropped = 23 - fmt.mantissa_bits
     finite = np.minimum(key, INF_KEY - 1)
@@ -261,75 +268,67 @@ def rounded_key(key: NDArray[Any], fmt: Format, zero: int = 0) -> NDArray[Any]:
 
 
 def stable_zero_key(fmt: Format) -> int:
-    """Return the largest amax key rounded to zero by stable scales.
-
-    Shared by all frameworks.
-    """
+    """Return the largest amax key that a stable scale rounds to zero."""
     return (fmt.min_exponent - fmt.mantissa_bits - 1 - MAX_EXPONENT + 127) << 23
 
 
 def _round_exponent(key: NDArray[np.int64], fmt: Format, mode: MxMode) -> NDArray[np.int64]:
     if mode == "even":
-        # Half a step of the format's mantissa: where it carries, amax would round up to the next power of two.
+        # Add half a step of the format's mantissa: it carries if amax would round up to the next power of two.
         key = key + (1 << (22 - fmt.mantissa_bits))
-    # Any mantissa bit puts amax above its power of two, which "ceil" rounds up.
+    # With any mantissa bit, amax is above its power of two, and "ceil" rounds it up.
     return (key >> 23) + ((key & MANTISSA) != 0 if mode == "ceil" else 0)
 
 
 def _rceil(key: NDArray[np.int64], fmt: Format) -> NDArray[np.int64]:
-    """Return E8M0 exponents by comparing mantissas.
-
-    amax <= fmt.max * 2^k exactly when its mantissa is not the larger.
-    """
-    # A division would round, and give a power of two for a quotient just above it.
+    """Return E8M0 codes of the mode "rceil", by comparing mantissas."""
+    # A division is rounded, and gives a power of two for a quotient just above it.
     limit = int(np.float32(fmt.max).view(np.int32))
     exponent = (key >> 23) - ((limit >> 23) - 127)
-    # amax / max is above 2^(difference of the exponents) exactly if amax's mantissa is above max's.
-    # A subnormal amax has no leading bit to compare, and needs less than the smallest scale anyway.
+    # amax / max exceeds 2^(difference of the exponents) if and only if the mantissa of amax exceeds that of max.
+    # A subnormal amax has no leading bit to compare, and needs less than the smallest scale.
     return np.where(key >> 23 == 0, 0, exponent + ((key & MANTISSA) > (limit & MANTISSA)))
 
 
 def update_history(
     history: ArrayLike, amax: ArrayLike, algo: HistoryAlgo = "max"
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Record an observation per tensor; return the reduced amax.
+    """Record one observation per tensor, and reduce the histories.
 
-    An infinite or NaN amax is not recorded: the history of that tensor does not change.
+    An infinite or NaN amax is not recorded, and the history of that tensor does not change.
 
     Args:
         history: float32 [L, ...]; slot 0 is the newest.
-        amax: float32 [...], this step's amax.
-        algo: "max" over the history, or "most_recent" (slot 0).
+        amax: float32 [...], amax of this step.
+        algo: Reduction: "max" over the history, or "most_recent" (slot 0).
 
     Returns:
-        (new history [L, ...], amax for the next scale [...]), both float32.
+        New history [L, ...] and amax for the next scale [...], both float32.
 
     Raises:
-        Fp8Error: Shapes do not fit, the history is empty, or `algo` is unknown.
+        Fp8Error: If the shapes do not match, the history is empty, or `algo` is unknown.
     """
     window, observed = as_float32(history, "history"), as_float32(amax, "amax")
     check_history(window.shape, observed.shape, algo)
     # The roll moves the oldest observation into slot 0, where the new one replaces it.
     rolled = np.roll(window, -1, axis=0)
-    # Through the key: an observation of -0 or with a sign counts as its magnitude.
+    # By the key, so that -0 and negative observations count as their magnitude.
     rolled[0] = key_to_float(float_key(observed))
-    # The whole history stays, unrolled: one step that overflowed must not push out a good observation.
+    # The history is not rolled either, so that a step that overflowed does not remove a valid observation.
     updated = np.where(float_key(observed) >= INF_KEY, window, rolled)
     return updated, reduce_history(updated, algo)
 
 
 def reduce_history(history: NDArray[np.float32], algo: HistoryAlgo) -> NDArray[np.float32]:
-    """Return the amax [...] of a history [L, ...]."""
+    """Return the reduced amax [...] of a history [L, ...]."""
     return key_to_float(np.max(float_key(history), axis=0)) if algo == "max" else history[0].copy()
 
 
 def check_history(history: tuple[int, ...], amax: tuple[int, ...], algo: str) -> None:
-    """Validate the shapes and names of `update_history`.
-
-    Shared by all frameworks.
+    """Validate the arguments of `update_history`, given as shapes.
 
     Raises:
-        Fp8Error: Shapes do not fit, the history is empty, or `algo` is unknown.
+        Fp8Error: If the shapes do not match, the history is empty, or `algo` is unknown.
     """
     if algo not in HISTORY_ALGOS:
         raise Fp8Error(f"algo must be one of {', '.join(HISTORY_ALGOS)}, got {algo!r}.")

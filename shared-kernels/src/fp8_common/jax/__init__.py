@@ -1,10 +1,10 @@
-"""The functions of `fp8_common` on JAX arrays, bit for bit.
+"""FP8 quantization on JAX arrays: the functions of `fp8_common`, bit for bit.
 
-They work eagerly and under jit, vmap, grad and shard_map, with 64-bit types disabled and strict dtype promotion.
-Everything has zero gradients except `fake_quantize`, which is straight-through. Formats, policies and errors come from
-`fp8_common`. Needs jax >= 0.10.1.
+They work eagerly and under jit, vmap, grad and shard_map, with 64-bit types disabled and with strict dtype promotion.
+All gradients are zero except that of `fake_quantize`, which is straight-through. Formats, policies and errors are those
+of `fp8_common`. Requires jax >= 0.10.1.
 
-Plugins also use the modules without an underscore: `arrays`, `casts` and `slices`.
+Plugins may also use the modules without an underscore: `casts`, `certify`, `compat`, `numerics` and `slices`.
 """
 
 from fp8_common.plugin import extra

@@ -1,6 +1,6 @@
-"""Casts with block scales: definitions and kernels.
+"""Casts with block scales, including OCP MX: jnp code and kernels.
 
-Blocks are 1x128, 128x128 and the 1x32 of OCP MX.
+There are kernels for blocks of 1x128 and 128x128, and for the 1x32 blocks of OCP MX.
 """
 
 from typing import Any
@@ -25,21 +25,19 @@ from fp8_common.policy import CANONICAL, MxMode, ScalePolicy
 def quantize_blockwise(
     x: ArrayLike, fmt: str | Format, block: Block = (1, 128), policy: ScalePolicy = CANONICAL
 ) -> Quantized:
-    """Quantize with a scale for each (rows, columns) block.
-
-    Blocks divide the last two dimensions.
+    """Quantize with one scale per block of the last two dimensions.
 
     Args:
-        x: float16, bfloat16 or float32 [..., M, N]; blocks at the edges may be partial.
-        fmt: The FP8 format.
-        block: (1, 128) for activations and gradients, (128, 128) for weights.
-        policy: The scale rule.
+        x: float16, bfloat16 or float32 [..., M, N]. Blocks at the edges may be partial.
+        fmt: FP8 format.
+        block: Block size (rows, columns): (1, 128) for activations and gradients, (128, 128) for weights.
+        policy: Rule for the scales.
 
     Returns:
-        float8 data [..., M, N]; float32 scales [..., ceil(M / rows), ceil(N / columns)].
+        float8 data [..., M, N], and float32 scales [..., ceil(M / rows), ceil(N / columns)].
 
     Raises:
-        Fp8Error: Unsupported dtype, format or block.
+        Fp8Error: If the dtype, format or block is not supported.
     """
     as_float32(x)
     return Quantized(*_BLOCKS(x, fmt=get_data_format(fmt), block=check_block(block, np.ndim(x)), policy=policy))
@@ -48,19 +46,19 @@ def quantize_blockwise(
 def quantize_mx(x: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> Quantized:
     """Quantize to OCP MX.
 
-    One E8M0 scale for 32 consecutive values of the last dimension.
+    Each block of 32 consecutive values of the last dimension has one E8M0 scale.
 
     Args:
-        x: float16, bfloat16 or float32 [..., N]; the last block may be partial.
-        fmt: The element format.
-        mode: How the scale is rounded; see `amax_to_e8m0`.
+        x: float16, bfloat16 or float32 [..., N]. The last block may be partial.
+        fmt: Format of the elements.
+        mode: Rounding mode of the scale; see `amax_to_e8m0`.
 
     Returns:
-        float8 data [..., N]; float8_e8m0fnu scales [..., ceil(N / 32)], which go back from FP8; a NaN scale
-        marks a block with an infinity or a NaN, all of whose data is NaN.
+        float8 data [..., N], and float8_e8m0fnu scales back from FP8 [..., ceil(N / 32)]. A NaN scale marks a block
+        with an infinity or a NaN; all its values become NaN.
 
     Raises:
-        Fp8Error: Unsupported dtype, format or mode.
+        Fp8Error: If the dtype, format or mode is not supported.
     """
     check_block(MX_BLOCK, as_float32(x).ndim)
     data, codes = _MX(x, fmt=get_data_format(fmt), mode=mode)
@@ -70,12 +68,20 @@ def quantize_mx(x: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> Quan
 def dequantize_blockwise(
     q: ArrayLike, scale: ArrayLike, fmt: str | Format, block: Block = (1, 128), dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
-    """Undo `quantize_blockwise`.
+    """Dequantize the result of `quantize_blockwise`.
 
-    Data are [..., M, N] and scales [..., ceil(M / rows), ceil(N / columns)].
+    Args:
+        q: float8 data or uint8 codes [..., M, N].
+        scale: float32 scales into FP8 [..., ceil(M / rows), ceil(N / columns)].
+        fmt: FP8 format of `q`.
+        block: Block size (rows, columns).
+        dtype: float32, float16 or bfloat16.
+
+    Returns:
+        Values in `dtype`, [..., M, N].
 
     Raises:
-        Fp8Error: Unsupported dtype, format, block or shape of `scale`.
+        Fp8Error: If the dtype, format, block or shape of `scale` is not supported.
     """
     fmt = get_data_format(fmt)
     codes = to_uint8_codes(q, fmt)
@@ -84,14 +90,21 @@ def dequantize_blockwise(
 
 
 def dequantize_mx(q: ArrayLike, codes: ArrayLike, fmt: str | Format, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """Undo `quantize_mx`.
+    """Dequantize the result of `quantize_mx`.
 
-    Data are [..., N] and scales [..., ceil(N / 32)], either as native dtype or as codes.
+    The result is exact in float32, including subnormal values.
 
-    Exact in float32, subnormal results included.
+    Args:
+        q: float8 data or uint8 codes [..., N].
+        codes: E8M0 scales [..., ceil(N / 32)], float8_e8m0fnu or uint8.
+        fmt: Format of the elements.
+        dtype: float32, float16 or bfloat16.
+
+    Returns:
+        Values in `dtype`, [..., N].
 
     Raises:
-        Fp8Error: Unsupported dtype or format, or the shapes do not fit.
+        Fp8Error: If the dtype or format is not supported, or the shapes do not match.
     """
     fmt = get_data_format(fmt)
     data = to_uint8_codes(q, fmt)
@@ -127,13 +140,13 @@ _MX = KernelOp(
 
 
 def _block_amax(x: jax.Array, block: Block) -> jax.Array:
-    """Return max |x| of every block, float32 of shape `block_grid(x.shape, block)`."""
+    """Return max |x| of each block, float32 `block_grid(x.shape, block)`."""
     if x.ndim == 1:
         return _block_amax(x[None], (1, block[1]))[0]
     grid, (rows, columns) = block_grid(x.shape, block), block
     missing = (grid[-2] * rows - x.shape[-2], grid[-1] * columns - x.shape[-1])
-    # Partial blocks are filled up with zeros, which change no amax. As bits: in JAX 0.12, XLA on CPUs pads bfloat16 by
-    # way of float32, and flushes its subnormals.
+    # Partial blocks are padded with zeros, which do not change an amax. Bits are padded, because in JAX 0.12 XLA on
+    # CPUs converts bfloat16 to float32 to pad it, and flushes its subnormals.
     bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     filled = jnp.pad(bits, [(0, 0)] * (x.ndim - 2) + [(0, n) for n in missing])
     split = lax.bitcast_convert_type(filled, x.dtype).reshape(*grid[:-1], rows, grid[-1], columns)
@@ -141,10 +154,10 @@ def _block_amax(x: jax.Array, block: Block) -> jax.Array:
 
 
 def _expanded(scale: ArrayLike, block: Block, shape: tuple[int, ...]) -> jax.Array:
-    """Repeat each block's scale over the block, cut to `shape`.
+    """Repeat each block's scale over the block; return float32 of `shape`.
 
     Raises:
-        Fp8Error: `scale` does not have the shape that `block_grid` gives, or an unsupported dtype.
+        Fp8Error: If the dtype is not supported, or the shape of `scale` is not `block_grid(shape, block)`.
     """
     array = as_float32(scale, "scale")
     if array.shape != block_grid(shape, block):
@@ -156,5 +169,5 @@ def _expanded(scale: ArrayLike, block: Block, shape: tuple[int, ...]) -> jax.Arr
         return _expanded(array[None], (1, block[1]), (1, *shape))[0]
     *batch, grid_rows, grid_columns = array.shape
     rows, columns = block
-    wide = jnp.broadcast_to(array[..., :, None, :, None], (*batch, grid_rows, rows, grid_columns, columns))
-    return wide.reshape(*batch, grid_rows * rows, grid_columns * columns)[..., : shape[-2], : shape[-1]]
+    repeated = jnp.broadcast_to(array[..., :, None, :, None], (*batch, grid_rows, rows, grid_columns, columns))
+    return repeated.reshape(*batch, grid_rows * rows, grid_columns * columns)[..., : shape[-2], : shape[-1]]

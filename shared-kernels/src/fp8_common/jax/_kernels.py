@@ -1,12 +1,11 @@
 """Operations with a Triton kernel on GPUs and jnp code elsewhere.
 
-Both give the same bits.
+Both give the same bits. The implementation uses the Triton support of `jaxlib`, not jax-triton: a launch plan is
+compiled to PTX, like for torch, and embedded with its grid and scalars. If the compute capability is given, lowering
+needs no GPU, only JAX's CUDA plugin.
 
-Built on `jaxlib`'s own Triton support, not on jax-triton: a launch plan is compiled to PTX as torch does it, and
-embedded with its grid and scalars. Lowering needs no GPU when the compute capability is given, only jax's CUDA plugin.
-
-Kernels work on arrays of one device, shards inside of a `shard_map` among them. Arrays that the partitioner spreads
-over several devices are left to XLA, which fuses and partitions the jnp code.
+Kernels process arrays on one device, including shards inside of a `shard_map`. For arrays that the partitioner
+distributes over several devices, XLA fuses and partitions the jnp code.
 """
 
 import contextvars
@@ -38,25 +37,25 @@ from fp8_common.jax.numerics import vary_alike, varying_axes
 
 CALL_TARGET = "triton_kernel_call_ffi"
 OLDEST_PTX, OLDEST_PTX_OF_BLACKWELL = 81, 86
-"""PTX versions that support the kernels. Triton writes its own ptxas's newest; XLA assembles with another ptxas, and
-CUDA 12's rejects the version that Triton 3.9 writes.
+"""Oldest PTX versions that support the kernels. Triton writes the newest version of its own ptxas, but XLA assembles
+with another one: the ptxas of CUDA 12 rejects the version that Triton 3.9 writes.
 """
 _capability: contextvars.ContextVar[int | None] = contextvars.ContextVar("capability", default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KernelOp:
-    """An operation that runs a kernel if possible, else its reference.
+    """Operation that runs a kernel if possible, else its reference.
 
     Attributes:
-        name: Name of its primitive.
-        reference: (*arrays, **params) -> tuple of arrays; jnp code that defines the results.
-        plan: (`fp8_common._kernels`, *shapes with dtype, **params) -> launch.
-        fits: (*shapes with dtype, **params) -> whether a kernel supports them; formats and policies are checked
-            separately.
-        smaller: For results of which some are unused, as JAX finds when it removes dead code: the operation that
-            computes the used ones, the number of its operands, and the names of its parameters.
-        primitive: The primitive in programs, for which lowering selects a kernel.
+        name: Name of the primitive.
+        reference: Function (*arrays, **params) that returns a tuple of arrays: jnp code that defines the results.
+        plan: Function (`fp8_common._kernels`, *shapes with dtype, **params) that returns the launch.
+        fits: Function (*shapes with dtype, **params) that returns whether a kernel supports them. Formats and policies
+            are checked separately.
+        smaller: Cheaper operations for unused results, which JAX detects when it removes dead code. By the used
+            results: the operation that computes them, the number of its operands, and the names of its parameters.
+        primitive: Primitive in programs, for which lowering selects the implementation.
     """
 
     name: str
@@ -69,13 +68,13 @@ class KernelOp:
     primitive: Primitive = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        """Register the primitive: how it is run, typed, batched and lowered."""
+        """Create the primitive, and register its rules."""
         primitive = Primitive(self.name)
         primitive.multiple_results = True
         primitive.def_impl(lambda *x, **params: _jitted(primitive, **params)(*x))
         primitive.def_abstract_eval(self._types)
         batching.primitive_batchers[primitive] = self._batch
-        # for every platform; the next line replaces it for CUDA
+        # The rule for all platforms; the next line replaces it for CUDA.
         mlir.register_lowering(primitive, mlir.lower_fun(self.reference, multiple_results=True))
         mlir.register_lowering(primitive, self._lower_cuda, platform="cuda")
         compat.on_unused_results(primitive, self._without_unused)
@@ -86,7 +85,7 @@ class KernelOp:
 
         Args:
             *arrays: Arguments of the reference.
-            **params: Static ones: formats, policies, modes.
+            **params: Static arguments of the reference: formats, policies, modes.
         """
         operands = [lax.stop_gradient(jnp.asarray(x)) for x in arrays]
         explicit = any(any(jax.typeof(x).sharding.spec) for x in operands)
@@ -98,20 +97,20 @@ class KernelOp:
     def _types(self, *avals: Any, **params: Any) -> list[ShapedArray]:
         inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
         results = jax.eval_shape(lambda *x: self.reference(*x, **params), *inputs)
-        # Results vary along the axes of shard_map that an operand varies along; `vary_alike` has made all operands
-        # equal. A constant may have no mesh in its type.
+        # Results vary along the same axes of shard_map as the operands, for which `vary_alike` has made the axes equal.
+        # The type of a constant may have no mesh.
         most = max(avals, key=lambda aval: (len(varying_axes(aval)), not aval.sharding.mesh.empty))
         return [_typed_like(most, r.shape, r.dtype) for r in results]
 
     def _batch(
         self, operands: Sequence[jax.Array], dims: Sequence[Any], **params: Any
     ) -> tuple[Sequence[jax.Array], Sequence[int]]:
-        """Batch the operation as jnp code, compiled by XLA."""
+        """Batch the reference, which XLA compiles."""
         results = jax.vmap(lambda *x: self.reference(*x, **params), in_axes=tuple(dims))(*operands)
         return results, [0] * len(results)
 
     def _without_unused(self, used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-        """Compute only the used results; a kernel writes all of them."""
+        """Replace the operation by a smaller one if results are unused."""
         if not any(used):
             return [False] * len(eqn.invars), None
         if (smaller := self.smaller.get(tuple(used))) is None:
@@ -123,7 +122,7 @@ class KernelOp:
         return [i < operands for i in range(len(eqn.invars))], new
 
     def _lower_cuda(self, ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
-        # The plan is made only where kernels can run: plans come with the kernels, hence with Triton.
+        # The plan is created only if kernels can run, because the module of plans imports Triton.
         if compat.is_local(ctx.module_context.axis_context) and selects_kernels():
             plan = self.plan(_plans(), *ctx.avals_in, **params)
             if plan.grid:
@@ -132,32 +131,32 @@ class KernelOp:
 
 
 def _typed_like(aval: Any, shape: tuple[int, ...], dtype: Any) -> ShapedArray:
-    """Return an array type on `aval`'s mesh, varying along its axes.
+    """Return an array type on the mesh of another, varying along its axes.
 
-    Without an explicit mesh in its type, JAX would not know how to shard a matmul of a replicated array.
+    Without an explicit mesh in the type, JAX cannot infer how to shard a matmul of a replicated array.
     """
-    # `update` keeps other fields, the axes among them; its name for them depends on the version of JAX.
+    # `update` preserves other fields, including the axes, whose name depends on the version of JAX.
     sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(*[None] * len(shape)))
     return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 @cache
 def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Sequence[jax.Array]]:
-    """Return a compiled function of a primitive outside of jit.
+    """Return a compiled function of a primitive, for calls outside of jit.
 
-    It is cached, so that it is compiled once.
+    The function is cached by primitive and parameters, which are hashable, so that it is compiled once.
     """
-    # Kept by primitive and parameters, which are formats, policies and other values with a hash.
     return jax.jit(lambda *x: primitive.bind(*x, **params))
 
 
 @contextmanager
 def lowering_for(capability: int) -> Iterator[None]:
-    """Lower for a GPU of a given compute capability.
+    """Lower code in this context for a GPU of a given compute capability.
 
-    90 for 9.0; by default the installed GPU's.
+    JAX caches lowered functions: call `jax.clear_caches()` before lowering the same function for another GPU.
 
-    JAX caches lowered functions: call `jax.clear_caches()` to lower the same function for another one.
+    Args:
+        capability: Ten times the major plus the minor compute capability, such as 90.
     """
     token = _capability.set(capability)
     try:
@@ -167,12 +166,12 @@ def lowering_for(capability: int) -> Iterator[None]:
 
 
 def selects_kernels() -> bool:
-    """Return whether tracing uses operations with kernels, or jnp code.
+    """Return whether tracing uses operations with kernels instead of jnp code.
 
-    Read when a function is traced: functions compiled by `jax.jit` do not change.
+    The backend is read when a function is traced. Functions that `jax.jit` has compiled do not change.
 
     Raises:
-        Fp8UnsupportedError: FP8_COMMON_BACKEND=triton, and something is missing.
+        Fp8UnsupportedError: If FP8_COMMON_BACKEND=triton and kernels cannot run.
     """
     choice = backend()
     if choice == "reference":
@@ -184,7 +183,7 @@ def selects_kernels() -> bool:
 
 
 def _obstacle() -> str | None:
-    """Return the obstacle for kernels in CUDA lowering, else None."""
+    """Return the reason why CUDA lowering cannot use kernels, or None."""
     if compat.PROBLEM is not None:
         return compat.PROBLEM
     if importlib.util.find_spec("triton") is None:
@@ -198,19 +197,16 @@ def _obstacle() -> str | None:
 
 
 def traced_capability() -> int | None:
-    """Return `lowering_for`'s compute capability, else this machine's GPU's.
+    """Return the compute capability to lower for, e.g. 90.
 
-    None without both.
+    It is that of `lowering_for`, else that of the first GPU, or None if there is neither.
     """
     return _capability.get() or _gpu_capability()
 
 
 @cache
 def _gpu_capability() -> int | None:
-    """Return ten times the major plus minor capability, or None.
-
-    Of the first GPU.
-    """
+    """Return the compute capability of the first GPU, e.g. 90, or None."""
     try:
         major, _, minor = jax.devices("cuda")[0].compute_capability.partition(".")
     except RuntimeError:
@@ -219,7 +215,7 @@ def _gpu_capability() -> int | None:
 
 
 def _plans() -> ModuleType:
-    """Return the module of the kernels' plans; it imports Triton."""
+    """Return the module of kernel plans; the first call imports Triton."""
     return importlib.import_module("fp8_common._kernels")
 
 
@@ -227,11 +223,11 @@ def _lower_plan(ctx: Any, plan: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """Return the MLIR results of a Triton call.
 
     Args:
-        ctx: The lowering rule's context; its avals are the plan's inputs and outputs, in order.
-        plan: The `Launch`.
+        ctx: Context of the lowering rule. Its avals are the plan's inputs and outputs, in order.
+        plan: `Launch` to call.
         operands: MLIR values of the plan's inputs.
     """
-    # imported where a kernel is lowered: it needs jax's CUDA plugin
+    # Imported only to lower a kernel, because it needs JAX's CUDA plugin.
     gpu_triton = compat.gpu_triton()
 
     capability = traced_capability()
@@ -245,13 +241,13 @@ def _lower_plan(ctx: Any, plan: Any, operands: Sequence[Any]) -> Sequence[Any]:
     cleared = {
         name: math.prod(out.shape) * jnp.dtype(out.dtype).itemsize for name, out in plan.outputs.items() if out.zeroed
     }
-    # How many bytes are cleared before the launch, and the alignment that the kernel was compiled for.
+    # Each parameter has the number of bytes to clear before the launch, and the alignment of the compiled kernel.
     parameters = [gpu_triton.create_array_parameter(cleared.get(name, 0), 16) for name in plan.pointers]
-    # Arguments are identified by their order: the given pointers of the plan, then its scalars.
+    # Parameters are in the order of the kernel's arguments: pointers that are not omitted, then scalars.
     parameters += [
         gpu_triton.create_scalar_parameter(plan.scalars[name], kind) for name, kind in plan.scalar_types.items()
     ]
     call = gpu_triton.TritonKernelCall(kernel, plan.grid, 1, 1, parameters)
     rule = jax.ffi.ffi_lowering(CALL_TARGET, api_version=4)
-    # jaxlib's call inflates its description with zlib.
+    # jaxlib decompresses the description of the call by zlib.
     return rule(ctx, *operands, opaque=zlib.compress(call.to_proto(compiled.name, b"")))

@@ -67,7 +67,7 @@ def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool =
         float32; 0 for an empty reduction, NaN if any reduced element is NaN, else inf if any is infinite.
 
     Raises:
-        Fp8Error: `x` has another dtype.
+        Fp8Error: If the dtype of `x` is not supported.
     """
     if axis is not None:
         return amax_by_jnp(x, axis, keepdims)
@@ -152,13 +152,13 @@ def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Array:
     Args:
         x: float16, bfloat16 or float32, any shape.
         scale: float32, broadcastable to `x`.
-        fmt: The FP8 format; static under jit.
+        fmt: FP8 format; static under jit.
 
     Returns:
         float8 array of the shape of `x`.
 
     Raises:
-        Fp8Error: Unsupported dtype or format, or `scale` does not broadcast.
+        Fp8Error: If the dtype or format is not supported, or `scale` does not broadcast.
     """
     shape = as_float32(x).shape
     return _QUANTIZE(x, broadcast_scale(scale, shape), fmt=get_data_format(fmt))[0]
@@ -170,7 +170,7 @@ def cast(x: jax.Array, scale: jax.Array, fmt: Format, rounded: bool = False) -> 
     Args:
         x: float16, bfloat16 or float32, any shape.
         scale: float32 in [2^-126, 2^100], broadcastable to `x`.
-        fmt: The FP8 format; static under jit.
+        fmt: FP8 format; static under jit.
         rounded: Round a float32 `x` to bfloat16 first; static under jit. A kernel writes no copy.
 
     Returns:
@@ -198,7 +198,7 @@ def cast_transpose(
     Args:
         x: float16, bfloat16 or float32, at least two dimensions.
         scale: float32 in [2^-126, 2^100], one element.
-        fmt: The FP8 format; static under jit.
+        fmt: FP8 format; static under jit.
         split: Number of dimensions that the transpose has last; static under jit.
         rounded: As in `cast`.
     """
@@ -313,7 +313,7 @@ def quantize_stochastic(x: ArrayLike, scale: ArrayLike, fmt: str | Format, rando
     `random_bits` is uint32 of the shape of `x`.
 
     Raises:
-        Fp8Error: Unsupported dtype, format or shape.
+        Fp8Error: If the dtype, format or shape is not supported.
     """
     value = as_float32(x)
     bits = check_random_bits(random_bits, value.shape)
@@ -332,11 +332,11 @@ def dequantize(q: ArrayLike, scale: ArrayLike, fmt: str | Format, dtype: DTypeLi
     Args:
         q: The native dtype of `fmt`, or uint8 codes; any shape.
         scale: float32 scale into FP8, broadcastable to `q`.
-        fmt: The FP8 format of `q`; static under jit.
+        fmt: FP8 format of `q`; static under jit.
         dtype: float32, float16 or bfloat16; static under jit.
 
     Raises:
-        Fp8Error: Unsupported dtype or format, or `scale` does not broadcast.
+        Fp8Error: If the dtype or format is not supported, or `scale` does not broadcast.
     """
     fmt = get_data_format(fmt)
     codes = to_uint8_codes(q, fmt)
@@ -349,7 +349,7 @@ def multiply_back(codes: jax.Array, scale_inv: jax.Array, fmt: Format, dtype: DT
     Both have the same number of dimensions.
 
     Raises:
-        Fp8Error: `dtype` is not float32, float16 or bfloat16.
+        Fp8Error: If `dtype` is not float32, float16 or bfloat16.
     """
     target = np.dtype(dtype)
     if target not in INPUT_DTYPES:
@@ -372,13 +372,13 @@ def fake_quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Arra
     Args:
         x: float16, bfloat16 or float32, any shape.
         scale: float32, broadcastable to `x`.
-        fmt: The FP8 format; static under jit.
+        fmt: FP8 format; static under jit.
 
     Returns:
         Array of the shape and dtype of `x`.
 
     Raises:
-        Fp8Error: Unsupported dtype or format, or `scale` does not broadcast.
+        Fp8Error: If the dtype or format is not supported, or `scale` does not broadcast.
     """
     as_float32(x)
     as_float32(scale, "scale")

@@ -50,7 +50,7 @@ def as_input(x: ArrayLike, what: str = "x") -> jax.Array:
         what: The name of the argument in errors.
 
     Raises:
-        Fp8Error: `x` has another dtype; Python numbers and lists of them count as float64.
+        Fp8Error: If `x` has another dtype; Python numbers and lists of them count as float64.
     """
     dtype = _dtype(x)
     if dtype not in INPUT_DTYPES:
@@ -67,7 +67,7 @@ def to_uint8_codes(codes: ArrayLike, fmt: str | Format) -> jax.Array:
     """Return `codes` as uint8, bitcasting arrays of the format's own dtype.
 
     Raises:
-        Fp8Error: The dtype is neither uint8 nor the format's own.
+        Fp8Error: If the dtype is neither uint8 nor the format's own.
     """
     dtype, native = _dtype(codes), get_format(fmt).numpy_dtype
     if dtype not in (np.dtype(np.uint8), native):
@@ -89,7 +89,7 @@ def broadcast_scale(scale: ArrayLike, shape: tuple[int, ...], what: str = "scale
     It is not broadcast further, so that work on scales stays as small as the scales.
 
     Raises:
-        Fp8Error: Unsupported dtype, or `scale` does not broadcast to `shape`.
+        Fp8Error: If the dtype is not supported, or `scale` does not broadcast to `shape`.
     """
     array = as_float32(scale, what)
     missing = len(shape) - array.ndim

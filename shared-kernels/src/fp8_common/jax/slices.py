@@ -25,15 +25,15 @@ def quantize_rowwise(x: ArrayLike, fmt: str | Format, axis: int = -1, policy: Sc
 
     Args:
         x: float16, bfloat16 or float32, any shape of at least one dimension.
-        fmt: The FP8 format.
-        axis: The axis that shares a scale: -1 gives a scale per row, 0 a scale per column of a matrix.
-        policy: The scale rule.
+        fmt: FP8 format.
+        axis: Axis whose elements share a scale. For a matrix, -1 gives a scale per row, 0 a scale per column.
+        policy: Rule for the scales.
 
     Returns:
         float8 data of the shape of `x`; float32 scales of that shape with `axis` of length 1.
 
     Raises:
-        Fp8Error: Unsupported dtype or format.
+        Fp8Error: If the dtype or the format is not supported.
     """
     as_float32(x)
     return Quantized(*_ROWS(x, axis=axis, fmt=get_data_format(fmt), policy=policy))
@@ -85,9 +85,9 @@ def cast_slices_both(
 
     Args:
         x: float16, bfloat16 or float32, at least two dimensions.
-        fmt: The FP8 format; static under jit.
+        fmt: FP8 format; static under jit.
         split: Number of dimensions that the transpose has last; static under jit.
-        policy: The scale rule; static under jit.
+        policy: Rule for the scales; static under jit.
 
     Returns:
         (data of the shape of `x`, scales), (data with the first `split` dimensions last, scales); scales have length 1

@@ -1,6 +1,6 @@
-"""`RunLog` writes JSON lines of logged steps; `read_log` reads them.
+"""`RunLog` and `read_log`: the log of a run, as JSON lines.
 
-Also while the run writes.
+A log can be read while the run is writing to it.
 """
 
 import dataclasses
@@ -20,27 +20,28 @@ logger = logging.getLogger(__name__)
 FILE = "fp8.jsonl"
 """Name of the log in the folder of a run."""
 FORMAT = 1
-"""Version of the lines."""
+"""Format version of the lines, in the key "fp8"."""
 KEYS = {"step", "time", "level", "line", "tensors"}
-"""Keys of each line."""
+"""Other keys of each line."""
 TAIL = 8 * 2**20
-"""Bytes at the end of a log that are read."""
+"""Number of bytes that are read from the end of a log."""
 NAMED = 3
-"""How many layers the line of text names."""
+"""Maximum number of reasons in the line of text."""
 
 Scalars = Callable[[dict[str, float], int], Any]
-"""Called with numbers by name and the step, as `wandb.log` is."""
+"""Function of numbers by name and the step, such as `wandb.log`."""
 
 
 class RunLog:
-    """Appends FP8 statistics to a file, a JSON line per step.
+    """Log of FP8 statistics, one JSON line per step.
 
-    Each step also goes to `logging`, as one line of text: a warning if a layer needs attention, else at level INFO. A
-    file that cannot be written and `scalars` that raises are warnings: they end no training and no single rank.
+    Each step is also logged through `logging` as one line of text: at level WARNING if a layer needs attention, else at
+    level INFO. If the file cannot be written or `scalars` raises, a warning is logged and training continues, so that
+    no single rank stops.
 
     Args:
-        path: The file, or the folder of the run, where the file is `fp8.jsonl`. Lines are appended.
-        scalars: Called with all numbers, named `fp8/<layer>/<tensor>/<statistic>`, and the step.
+        path: File, or folder of the run, in which the file is `fp8.jsonl`. Lines are appended.
+        scalars: Function to call with all numbers, named `fp8/<layer>/<tensor>/<statistic>`, and the step.
     """
 
     def __init__(self, path: str | os.PathLike[str], scalars: Scalars | None = None) -> None:
@@ -50,8 +51,8 @@ class RunLog:
         """Write the statistics of one step.
 
         Args:
-            step: Its number.
-            tensors: By name, `<layer>/<tensor>`.
+            step: Number of the step.
+            tensors: Statistics by name, `<layer>/<tensor>`.
 
         Returns:
             The line of text.
@@ -79,8 +80,8 @@ class RunLog:
                 if isinstance(value, float)
             }
             counts = _count_layers(judged)
-            try:  # other ranks would wait for this one if it raised
-                self._scalars(values | {f"fp8/layers_{one}": float(counts[one]) for one in LEVELS}, step)
+            try:  # if this rank raised, the other ranks would wait for it
+                self._scalars(values | {f"fp8/layers_{level}": float(counts[level]) for level in LEVELS}, step)
             except Exception as error:
                 logger.warning("FP8: the function for scalars raised %s: %s. Training goes on.", type(error), error)
         return line
@@ -89,7 +90,7 @@ class RunLog:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a+b") as file:
-                # a run that was killed may have left half of a line
+                # A run that was killed may have written an incomplete line.
                 if file.seek(0, os.SEEK_END):
                     file.seek(-1, os.SEEK_END)
                     data = data if file.read(1) == b"\n" else b"\n" + data
@@ -101,18 +102,20 @@ class RunLog:
 
 
 def log_file(path: str | os.PathLike[str]) -> Path:
-    """Return the log file of a path.
+    """Return the log file for the path of a file or folder.
 
-    The path if it is a file or ends with `.jsonl`, else `fp8.jsonl` in it.
+    The result is the path itself if it is a file or ends with `.jsonl`, else `fp8.jsonl` in that folder.
     """
     path = Path(path)
     return path if path.is_file() or (path.suffix == ".jsonl" and not path.is_dir()) else path / FILE
 
 
 def summary(step: int, judged: Mapping[str, tuple[Level, str]]) -> tuple[Level, str]:
-    """Return a step's level and its line of text.
+    """Return the level of a step and its line of text.
 
-    From level and reason of each tensor.
+    Args:
+        step: Number of the step.
+        judged: Level and reason of each tensor, by name.
     """
     counts = _count_layers(judged)
     worst: Level = max([level for level, _ in judged.values()], key=LEVELS.index, default="ok")
@@ -122,8 +125,8 @@ def summary(step: int, judged: Mapping[str, tuple[Level, str]]) -> tuple[Level, 
     reasons = [
         f"{' '.join(name.rpartition('/')[::2]).strip()} {why}"
         for level in ("act", "look")
-        for name, (own, why) in judged.items()
-        if own == level
+        for name, (tensor_level, why) in judged.items()
+        if tensor_level == level
     ]
     if reasons:
         more = len(reasons) - NAMED
@@ -134,7 +137,7 @@ def summary(step: int, judged: Mapping[str, tuple[Level, str]]) -> tuple[Level, 
 def _count_layers(judged: Mapping[str, tuple[Level, str]]) -> dict[Level, int]:
     """Return the number of layers at each level.
 
-    A layer has the level of its worst tensor.
+    The level of a layer is the highest level of its tensors.
     """
     layers: dict[str, Level] = {}
     for name, (level, _) in judged.items():
@@ -144,23 +147,25 @@ def _count_layers(judged: Mapping[str, tuple[Level, str]]) -> dict[Level, int]:
 
 
 def _numbers(tensor: TensorStatistics) -> dict[str, float | None]:
-    """Return known numbers in six significant digits.
+    """Return the recorded numbers with six significant digits.
 
-    None for NaN and infinity, which JSON does not have.
+    NaN and infinity become None, because JSON does not have them.
     """
     known = {key: value for key, value in dataclasses.asdict(tensor).items() if isinstance(value, float | int)}
     return {key: float(f"{value:.6g}") if math.isfinite(value) else None for key, value in known.items()}
 
 
 def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return a log's newest records, and the unreadable lines' count.
+    """Read the newest records of a log.
 
-    Oldest first.
-
-    A last line without its end is still being written, and is left out. A missing file has no records.
+    Only the last `TAIL` bytes are read. An unterminated last line is still being written and is skipped. A missing file
+    has no records.
 
     Args:
-        path: The file.
+        path: Log file.
+
+    Returns:
+        The records, oldest first, and the number of unreadable lines.
     """
     try:
         with path.open("rb") as file:

@@ -1,6 +1,6 @@
-"""`watch`: shows a run's log in a terminal.
+"""`watch`: shows the log of a run in a terminal.
 
-With rich, if installed.
+The table is drawn by rich if that is installed.
 """
 
 import contextlib
@@ -16,33 +16,32 @@ from fp8_common.monitoring.limits import LEVELS, percent
 from fp8_common.monitoring.log import log_file, read_log
 
 COLOURS = {"ok": ("green", 32), "look": ("yellow", 33), "act": ("red", 31)}
-"""Of each level, for rich and for terminals."""
+"""Color of each level: its name for rich, and its ANSI code."""
 MARKS = {"ok": ".", "look": "?", "act": "!"}
+"""Mark of each level in the column "lately"."""
 COLUMNS = ("level", "layer", "tensor", "amax", "scale", "saturated", "underflowed", "lately", "why")
 RECENT = 12
-"""How many logged steps the column "lately" shows."""
+"""Number of logged steps in the column "lately"."""
 PAUSE = 1.0
-"""Seconds between two looks at the file."""
+"""Seconds between two reads of the file."""
 
 Row = tuple[str, ...]
 
 
 def watch(path: str, *, once: bool = False) -> int:
-    """Show a log's newest step, once or live.
+    """Show the newest step of a log, once or live.
 
-    Live until the user interrupts.
-
-    Without a terminal, the line of each new step is printed.
+    The live view runs until the user interrupts it. If stdout is no terminal, it prints the line of each new step.
 
     Args:
-        path: The log, or the folder that holds it.
+        path: Log file, or the folder that contains it.
         once: Whether to print the newest step and return.
 
     Returns:
-        The exit code: 1 if `once` shows a layer that needs action, else 0.
+        Exit code: 1 if `once` is set and a layer needs action, else 0.
 
     Raises:
-        Fp8Error: With `once`, if there is no log or no step in it.
+        Fp8Error: If `once` is set and the log does not exist or has no step.
     """
     file = log_file(path)
     if once:
@@ -64,7 +63,7 @@ def watch(path: str, *, once: bool = False) -> int:
 
 
 def _title(file: str, records: Sequence[dict[str, Any]], unreadable: int) -> str:
-    """Return the first line: the file, the newest step and its age."""
+    """Return the first line: file, newest step and its age."""
     if not records:
         return f"{file}: waiting for the first step"
     age = max(0, round(time.time() - records[-1]["time"]))
@@ -73,7 +72,7 @@ def _title(file: str, records: Sequence[dict[str, Any]], unreadable: int) -> str
 
 
 def _rows(records: Sequence[dict[str, Any]]) -> list[Row]:
-    """Return a row of `COLUMNS` for each tensor, most urgent first."""
+    """Return a row of `COLUMNS` for each tensor, the most urgent first."""
     rows = []
     for name, tensor in records[-1]["tensors"].items():
         layer, _, kind = name.rpartition("/")
@@ -97,9 +96,9 @@ def _coloured(level: str, line: str) -> str:
 
 @contextlib.contextmanager
 def _display() -> Iterator[Callable[[str, list[dict[str, Any]], int], None]]:
-    """Yield a function that shows records of a file.
+    """Yield a function that shows the records of a file.
 
-    With rich on a terminal, or line by line.
+    On a terminal it redraws a table, with rich if installed. Otherwise it prints the line of each new record.
     """
     shown = [-1.0]
 
@@ -142,7 +141,10 @@ def _display() -> Iterator[Callable[[str, list[dict[str, Any]], int], None]]:
 
 
 def _fitting(records: list[dict[str, Any]]) -> tuple[list[Row], list[str]]:
-    """Return rows that fit on the terminal, and a summary."""
+    """Return the rows that fit on the terminal.
+
+    The second result is empty, or a line with the number of other rows.
+    """
     rows = _rows(records) if records else []
     room = max(1, shutil.get_terminal_size().lines - 5)
     return rows[:room], [f"and {len(rows) - room} more"] if len(rows) > room else []

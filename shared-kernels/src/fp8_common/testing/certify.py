@@ -1,8 +1,8 @@
-"""`certify`: finds a model's dependences by perturbation, bit for bit.
+"""`certify`: tests bitwise properties of a model by perturbation.
 
-Frameworks make a `Subject` of a model; everything here is NumPy. A trace is the results of one run, in its order: the
-outputs of layers by name, then gradients as "NAME gradient". The result "no" has a counterexample that was made small.
-"yes" means that no perturbation that was tried showed a dependence.
+Frameworks convert a model to a `Subject`; this module uses NumPy only. A trace has the results of one run in order of
+computation: outputs of layers by name, then gradients as "NAME gradient". A result "no" has a counterexample, which is
+reduced to be small. "yes" means that no tested perturbation has shown a dependence.
 """
 
 import dataclasses
@@ -36,11 +36,13 @@ Property = Literal[
 PROPERTIES: tuple[Property, ...] = Property.__args__  # pyrefly: ignore[missing-attribute]
 Trace = Mapping[str, NDArray[Any]]
 Cast = Callable[[NDArray[Any]], Sequence[NDArray[Any]]]
-"""Values -> (the decoded values, and the other results of a cast: codes, scales)."""
+"""Function of values that returns the decoded values, then other results of the cast: scales, codes."""
 
 GRADIENT = " gradient"
+"""Suffix of the names of gradients in a trace."""
 STRENGTHS = (1.0, 64.0, 2.0**14)
-"""Perturbation sizes: within the range of the others, out of it, and (not in float16) out of the FP8 range."""
+"""Relative perturbations: within the range of other values, outside of it, and outside of the FP8 range. float16 does
+not use the last one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +51,9 @@ class PropertyResult:
 
     Attributes:
         result: "yes", "no", or "untested".
-        reason: The counterexample, or why it was not tested; one sentence, empty for "yes".
-        layer: The first layer that differs, as the model names it; "NAME gradient" for a parameter's gradient.
-        input: Index of the changed element of the inputs, where one was changed.
+        reason: Counterexample, or reason why the property was not tested; "" for "yes".
+        layer: Name of the first layer whose output differs; "NAME gradient" for the gradient of a parameter.
+        input: Index of the changed element of the inputs; None if no input was changed.
         output: Index of the first element of the layer's output, or of the gradient, that differs.
     """
 
@@ -62,27 +64,29 @@ class PropertyResult:
     output: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
-        """Return the cell of a table."""
+        """Return the result as the cell of a table."""
         shown = "-" if self.result == "untested" else self.result
         return shown + " (gradient)" * (self.layer or "").endswith(GRADIENT)
 
 
 Certificate = Mapping[Property, PropertyResult]
+"""Results of the tested properties."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """A model as this module sees it.
+    """Interface of a model for `certify`.
 
     Attributes:
-        inputs: [examples, tokens, ...], floats or whole numbers.
-        start: Returns the model's first state.
-        step: Called with a state, inputs, a bool [examples, tokens] of outputs that count in the loss, and a number of
-            micro-batches; returns the trace, and a function for the next state. It may change the given state.
-        reload: Returns the state after saving and loading; the given one is kept.
-        meshes: Returns by "N ranks, rank R" the trace of the first step, and of the forward after it, on meshes of
-            several sizes; the first is the reference.
-        casts: The casts into FP8, by name.
+        inputs: Inputs [examples, tokens, ...], floats or integers.
+        start: Function that returns the model's initial state.
+        step: Function of a state, inputs, a bool array [examples, tokens] of outputs that count in the loss, and a
+            number of micro-batches. It returns the trace, and a function that returns the next state. It may change the
+            given state.
+        reload: Function that saves and loads a state, and returns the loaded one. The given state does not change.
+        meshes: Function that returns traces of two steps on meshes of several sizes, by "N ranks, rank R". The first
+            entry is the reference.
+        casts: Casts into FP8 by name.
     """
 
     inputs: NDArray[Any]
@@ -93,30 +97,33 @@ class Subject:
     casts: Mapping[str, Cast] = dataclasses.field(default_factory=dict)
 
     def run(self, inputs: NDArray[Any], counted: NDArray[np.bool_], chunks: int) -> Trace:
-        """Return the trace of one step from the first state."""
+        """Return the trace of one step from the initial state."""
         return self.step(self.start(), inputs, counted, chunks)[0]
 
 
 def certify(model: Any, inputs: Any, *, properties: Sequence[Property] = PROPERTIES, **options: Any) -> Certificate:
-    """Return the dependences of a model's numbers.
+    """Test which properties a model's outputs and gradients have, bit for bit.
 
     Args:
-        model: A torch module or a function of tensors; or for JAX a pair (function, variables).
-        inputs: [examples, tokens, ...], a tensor or array: at least 2 examples of 2 tokens. The first output of the
-            model is [examples, tokens, ...] too.
-        properties: The tested properties; "causal", "batch-invariant", "padding-invariant", "mesh-invariant",
+        model: A torch module or function of tensors; for JAX a pair (function, variables).
+        inputs: Tensor or array [examples, tokens, ...], at least 2 x 2. The first output of the model must have the
+            shape [examples, tokens, ...].
+        properties: Properties to test: "causal", "batch-invariant", "padding-invariant", "mesh-invariant",
             "chunk-invariant", "idempotent", "replayable".
-        **options: Those of `fp8_common.torch.certify.subject` or `fp8_common.jax.certify.subject`.
+        **options: Options of `fp8_common.torch.certify.subject` or `fp8_common.jax.certify.subject`.
+
+    Returns:
+        Result of each property.
 
     Raises:
-        Fp8Error: An unknown property, or inputs of another form.
+        Fp8Error: If a property is unknown or the inputs have another form.
     """
     framework = "jax" if isinstance(model, tuple) else "torch"
     return ask(importlib.import_module(f"fp8_common.{framework}.certify").subject(model, inputs, **options), properties)
 
 
 def ask(subject: Subject, properties: Sequence[Property] = PROPERTIES) -> Certificate:
-    """Return a result for each of `properties`; see `certify`."""
+    """Test the properties of a subject; see `certify`."""
     check(properties)
     if subject.inputs.ndim < 2 or min(subject.inputs.shape[:2]) < 2:
         raise Fp8Error(f"inputs must be [examples, tokens, ...], at least 2 of each, got {subject.inputs.shape}.")
@@ -127,32 +134,32 @@ def check(properties: Sequence[str]) -> None:
     """Raise for unknown properties.
 
     Raises:
-        Fp8Error: Naming them.
+        Fp8Error: If a property is not in `PROPERTIES`.
     """
     if unknown := [name for name in properties if name not in PROPERTIES]:
         raise Fp8Error(f"Properties are {', '.join(PROPERTIES)}, got {', '.join(map(repr, unknown))}.")
 
 
 def casts_of(recipe: Recipe) -> dict[str, Cast]:
-    """Return a recipe's casts by operand.
+    """Return the casts of a recipe, by operand.
 
-    Delayed ones use the scale of the values themselves.
+    Delayed casts use the scale of the amax of the values themselves.
     """
     names = ("input", "weight", "grad_output")
     return {name: cast_of(getattr(recipe, name)) for name in names if getattr(recipe, name).enabled}
 
 
 def cast_of(recipe: CastRecipe) -> Cast:
-    """Return a cast there and back by NumPy's definition.
+    """Return a function that quantizes and dequantizes a matrix in NumPy.
 
-    Matrices [rows, columns] become (values, scales, codes).
+    Its results are the values, scales and codes of a matrix [rows, columns].
     """
     block = {"mx": (1, 32), "blockwise_1x128": (1, 128), "blockwise_128x128": (128, 128)}.get(recipe.granularity)
 
     def cast(x: NDArray[Any]) -> Sequence[NDArray[Any]]:
-        wide = x.astype(np.float32)
+        exact = x.astype(np.float32)
         axis = -1 if recipe.granularity == "rowwise" else None
-        top = amax(wide, axis, keepdims=True) if block is None else block_amax(wide, block)
+        top = amax(exact, axis, keepdims=True) if block is None else block_amax(exact, block)
         scale = amax_to_scale(top, recipe.fp8_format, recipe.policy)
         if recipe.static_scale is not None:
             scale = np.full_like(scale, recipe.static_scale)
@@ -170,11 +177,11 @@ RULES = {
     "TE MX": CastRecipe(granularity="mx", policy=mx("rceil")),
     "MX, stable scales": CastRecipe(granularity="mx", policy=mx("stable")),
 }
-"""Rules whose layers do not run here: rows with only the idempotence test."""
+"""Casts of other libraries, by name, whose layers cannot be run. They are tested for "idempotent" only."""
 
 
 def rows(properties: Sequence[Property] = PROPERTIES) -> Iterator[tuple[str, Callable[[], Certificate]]]:
-    """Yield the rows of installed packages, each with a certificate function."""
+    """Yield names and certificate functions for all installed packages."""
     for report in discover(detect()):
         if report.info is not None and report.info.certify is not None:
             module, _, name = report.info.certify.partition(":")
@@ -187,14 +194,14 @@ def rows(properties: Sequence[Property] = PROPERTIES) -> Iterator[tuple[str, Cal
 
 
 def from_file(target: str, properties: Sequence[Property] = PROPERTIES) -> Certificate:
-    """Return the certificate of "FILE.py:factory".
+    """Test the model of a factory function in a file.
 
-    The factory returns (model, inputs).
-
-    For JAX it returns (function, variables, inputs).
+    Args:
+        target: "FILE.py:factory". The factory returns (model, inputs), or for JAX (function, variables, inputs).
+        properties: Properties to test.
 
     Raises:
-        Fp8Error: There is no such file or function.
+        Fp8Error: If the file or the function does not exist.
     """
     *model, inputs = _factory(target)()
     if len(model) == 2:
@@ -210,10 +217,10 @@ def _model(target: str) -> Any:
 def _factory(target: str) -> Callable[[], Any]:
     path, _, name = target.rpartition(":")
     if not Path(path).is_file():
-        raise Fp8Error(f"Name a factory as FILE.py:function; there is no file {path or target!r}.")
+        raise Fp8Error(f"There is no file {path or target!r}. Pass a factory as FILE.py:function.")
     spec: Any = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
-    # under its name, so that its definitions can be pickled
+    # Registered under its name, so that its definitions can be pickled.
     sys.modules.setdefault(module.__name__, module)
     spec.loader.exec_module(module)
     if not callable(member := getattr(module, name, None)):
@@ -224,8 +231,8 @@ def _factory(target: str) -> Callable[[], Any]:
 def example() -> tuple[NDArray[np.float32], dict[str, NDArray[np.float32]]]:
     """Return inputs [4, 4, 16] and two weights [16, 16].
 
-    Whole numbers, of the last examples far larger ones, and weights with one power of two in each row and column: FP8
-    product has not their range, float32 adds all products exactly.
+    The inputs are integers, far larger ones in the last two examples. Each row and each column of a weight has one
+    power of two. No FP8 matmul covers the range of the inputs, but float32 computes all sums exactly.
     """
     drawn = np.random.default_rng(1)
     x = drawn.integers(-3, 4, (4, 4, 16)).astype(np.float32)
@@ -235,19 +242,20 @@ def example() -> tuple[NDArray[np.float32], dict[str, NDArray[np.float32]]]:
 
 
 def difference(
-    one: Trace, other: Trace, kept: NDArray[np.bool_] | None = None, gradients: bool = True
+    first: Trace, other: Trace, kept: NDArray[np.bool_] | None = None, gradients: bool = True
 ) -> PropertyResult | None:
-    """Return the first difference of traces as "no", or None.
+    """Return the first difference of two traces as a "no", or None.
 
     NaN equals NaN.
 
     Args:
-        one: A trace.
-        other: One with the same layers.
-        kept: bool [examples, tokens]: outputs elsewhere, and outputs without a token axis, may differ.
-        gradients: Whether gradients are compared.
+        first: Trace.
+        other: Trace with the same layers.
+        kept: bool [examples, tokens]: outputs to compare. Other outputs, and outputs without a token axis, may differ.
+            None compares all outputs.
+        gradients: Whether to compare gradients.
     """
-    for layer, a in one.items():
+    for layer, a in first.items():
         b, selected = other[layer], None
         if layer.endswith(GRADIENT):
             if not gradients:
@@ -272,21 +280,22 @@ def difference(
 
 
 def table(rows: Mapping[str, Certificate], properties: Sequence[Property] = PROPERTIES) -> str:
-    """Return certificates by name as a markdown table."""
+    """Return certificates as a Markdown table with a row for each name."""
     lines = [("", *properties), ("---",) * (1 + len(properties))]
     lines += [(name, *(str(certificate.get(each, "-")) for each in properties)) for name, certificate in rows.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def engines(rows: Mapping[str, Certificate]) -> Iterator[str]:
-    """Yield two sentences on rows that match engines.
+    """Yield sentences about the rows whose outputs an inference engine can reproduce.
 
-    An engine has other batches and later tokens.
+    An engine runs other batches, and does not have later tokens.
     """
     needed = "causal", "batch-invariant"
-    both = [(name, [str(found[each]) for each in needed]) for name, found in rows.items() if {*needed} <= found.keys()]
-    able = [name for name, certificate in both if {"no", "-"}.isdisjoint(certificate)]
-    unable = [name for name, certificate in both if "no" in certificate]
+    tested = {name: certificate for name, certificate in rows.items() if {*needed} <= certificate.keys()}
+    results = {name: [str(certificate[each]) for each in needed] for name, certificate in tested.items()}
+    able = [name for name, words in results.items() if {"no", "-"}.isdisjoint(words)]
+    unable = [name for name, words in results.items() if "no" in words]
     if able:
         yield f"An engine that computes alike can give the outputs of: {', '.join(able)}."
     if unable:
@@ -294,7 +303,7 @@ def engines(rows: Mapping[str, Certificate]) -> Iterator[str]:
 
 
 def explanations(rows: Mapping[str, Certificate]) -> Iterator[str]:
-    """Yield a sentence for each result that is not yes."""
+    """Yield a line for each result with a reason, "no" or "untested"."""
     for name, certificate in rows.items():
         yield from (
             f"{name}, {each}: {answer.result}: {answer.reason}."
@@ -313,9 +322,9 @@ def _changed(x: NDArray[Any], strength: float) -> NDArray[Any]:
 def _depends(
     subject: Subject, free: NDArray[np.bool_], kept: NDArray[np.bool_], gradients: bool
 ) -> PropertyResult | None:
-    """Return the smallest effective change of `free` tokens, or None.
+    """Find a small change of `free` tokens that affects `kept` tokens.
 
-    It changes results of `kept` tokens.
+    Returns the difference of results as a "no", or None if no tested change has an effect.
     """
     x = subject.inputs
     base = subject.run(x, kept, 1)
@@ -331,7 +340,7 @@ def _depends(
         result, changed = with_change(elements, strength)
         if result is None:
             continue
-        # bisection: half of the elements that still shows it, then half of the distance
+        # Bisection: halve the changed elements, then the size of the change, as long as results still differ.
         while len(elements) > 1:
             halves = [(half, *with_change(half, strength)) for half in np.array_split(elements, 2)]
             if (smaller := next((half for half in halves if half[1] is not None), None)) is None:
@@ -403,7 +412,7 @@ def _replay(subject: Subject) -> PropertyResult:
         for number in (first, first + 1):
             trace, advance = subject.step(state, subject.inputs, everything, 1)
             state = advance()
-            # the kind of a layer stays at the end of its name
+            # A prefix, because the suffix of a name marks gradients.
             traces |= {f"step {number}: {layer}": value for layer, value in trace.items()}
         return traces, state
 
@@ -421,7 +430,7 @@ def _idempotent(subject: Subject) -> PropertyResult:
     if not subject.casts:
         return PropertyResult(result="untested", reason="no casts are known; pass casts={name: function}")
     drawn = np.random.default_rng(0)
-    # few mantissas in the first ones, so that a counterexample is a short number
+    # The first numbers have short mantissas, so that a counterexample is short.
     tops = np.concatenate([np.arange(128, 512) / 16, np.exp2(drawn.uniform(0, 6, 200))]).astype(np.float32)
     for layer, cast in subject.casts.items():
         for top in tops:

@@ -1,8 +1,8 @@
 """`assert_same_bits`: bit-for-bit comparison in which NaN equals NaN.
 
-Libraries disagree on the code of a NaN, so NaN is compared as a class and the rest bytewise: -0 is not 0, and a
-distance counts representable values (ULP), -0 and 0 being neighbours. Tensors become arrays of the same bits without an
-import of their library.
+Libraries differ in the bits of NaN, so all NaN are equal. All other values are compared by their bits: -0 differs from
+0. A distance counts representable values (ULP), where -0 and 0 are neighbors. Tensors are converted to arrays of the
+same bits without importing their library.
 """
 
 import sys
@@ -18,7 +18,7 @@ from fp8_common.errors import Fp8Error
 from fp8_common.formats import FORMATS, Format, get_format
 
 SHOWN = 8
-"""How many differing values a failure lists."""
+"""Maximum number of differing values in a failure's message."""
 
 _FLOATS = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
 _NAN_DISTANCE = np.uint64(2**64 - 1)
@@ -39,24 +39,22 @@ def assert_same_bits(
 ) -> None:
     """Raise unless `got` equals `want` bit for bit.
 
-    NaN equals NaN, with any bits.
+    NaN equals NaN, regardless of bits.
 
     Args:
-        got: The result: an array or tensor of a float8 dtype, of another float, integer or boolean dtype, or
-            uint8 codes.
-        want: Expected result; same shape and dtype.
-        fmt: The format of FP8 codes. With it, uint8 codes and the format's own dtype may be mixed; without
-            it, uint8 is compared as integers.
-        source: The inputs of the cast, of the same shape; shown next to the differences.
-        seed: Value that reproduces the inputs; shown at the end.
-        max_ulp: Distance that is still accepted, in representable values. Zero, unless orders of accumulation
-            differ.
-        name: Name of the result; the first word of the failure.
+        got: Result: array or tensor of any float8, float, integer or boolean dtype, or uint8 codes.
+        want: Expected result of the same shape and dtype.
+        fmt: Format of FP8 codes. With it, uint8 codes may be compared to the format's own dtype. Without it, uint8 is
+            compared as integers.
+        source: Inputs of the cast, of the same shape, to show next to the differences.
+        seed: Value that reproduces the inputs, to show in the message.
+        max_ulp: Largest accepted distance in representable values. Use 0 unless orders of accumulation differ.
+        name: Name of the result, the first word of the message.
 
     Raises:
-        AssertionError: Shapes, dtypes or values differ. The message holds the count, a histogram of
-            distances, the first differing values with index, source, value and bits, and the seed.
-        Fp8Error: The arguments themselves make no sense.
+        AssertionError: If shapes, dtypes or values differ. The message has their number, a histogram of distances, the
+            first differing values with index, source, value and bits, and the seed.
+        Fp8Error: If `max_ulp` is negative, `fmt` is unknown, or `source` has another shape.
     """
     if max_ulp < 0:
         raise Fp8Error(f"max_ulp must be 0 or more, got {max_ulp!r}.")
@@ -76,20 +74,19 @@ def assert_same_bits(
 
 
 def as_numpy(x: Any) -> NDArray[Any]:
-    """Return `x` as a NumPy array of the dtype it has.
+    """Convert an array or tensor to NumPy, in the same dtype.
 
-    Accepts anything that `numpy.asarray` accepts, and torch tensors of any device that may require gradients or have a
-    dtype NumPy does not know (float8, bfloat16): these become the ml_dtypes dtype of the same bits.
+    Accepts all arguments of `numpy.asarray`, and torch tensors on any device, including those that require gradients.
+    Dtypes that NumPy does not have (float8, bfloat16) become the ml_dtypes dtype with the same bits.
     """
     if not hasattr(x, "detach"):
         return np.asarray(x)
     tensor = x.detach().cpu()
-    # The library is found through the dtype's name ("torch.float8_e4m3fn"): the code that made the tensor has imported
-    # it.
+    # The dtype's name has the library ("torch.float8_e4m3fn"), which the code that created the tensor has imported.
     library, _, name = str(tensor.dtype).rpartition(".")
     if name not in _SAME_BITS:
         return tensor.numpy()
-    # NumPy cannot take these dtypes from the tensor, so the bits are passed as unsigned integers.
+    # NumPy does not support these dtypes of torch, so the bits are passed as unsigned integers.
     carrier, dtype = _SAME_BITS[name]
     return tensor.contiguous().view(getattr(sys.modules[library], carrier)).numpy().view(dtype)
 
@@ -97,9 +94,9 @@ def as_numpy(x: Any) -> NDArray[Any]:
 def _comparable(
     got: NDArray[Any], want: NDArray[Any], fmt: str | Format | None, name: str
 ) -> tuple[NDArray[Any], NDArray[Any], Format | None]:
-    """Return both sides in one dtype and the format, or raise.
+    """Return both arrays in the same dtype, and their FP8 format.
 
-    uint8 for FP8.
+    FP8 codes become uint8; the format of other dtypes is None. Raises AssertionError if shapes or dtypes differ.
     """
     if got.shape != want.shape:
         raise AssertionError(f"{name}: shape {got.shape}, but {want.shape} was wanted")
@@ -121,9 +118,12 @@ def _format_of(dtype: np.dtype[Any]) -> Format | None:
 
 
 def _distance(got: NDArray[Any], want: NDArray[Any], fmt: Format | None) -> NDArray[np.uint64]:
-    """Return distances in values, uint64, the maximum at one-sided NaN."""
+    """Return distances in representable values, as uint64.
+
+    The distance is 0 if both values are NaN, and `_NAN_DISTANCE` if only one is.
+    """
     a, b = _ordinal(got, fmt), _ordinal(want, fmt)
-    # Unsigned subtraction wraps, so the difference is right even where int64's overflows.
+    # Unsigned subtraction wraps around, so the difference is right even if int64 would overflow.
     distance = np.where(a > b, a.view(np.uint64) - b.view(np.uint64), b.view(np.uint64) - a.view(np.uint64))
     got_nan, want_nan = _is_nan(got, fmt), _is_nan(want, fmt)
     distance = np.where(got_nan & want_nan, np.uint64(0), distance)
@@ -131,17 +131,17 @@ def _distance(got: NDArray[Any], want: NDArray[Any], fmt: Format | None) -> NDAr
 
 
 def _ordinal(x: NDArray[Any], fmt: Format | None) -> NDArray[np.int64]:
-    """Number the representable values in order.
+    """Return the number of each value in the order of representable values.
 
-    ... -1 is -0, 0 is 0, 1 is the smallest positive value ...
+    0 is 0, 1 the smallest positive value, -1 is -0, -2 the largest negative value.
     """
     if fmt is None and x.dtype not in _FLOATS:
         return np.asarray(x.astype(np.int64))
     bits = x.view(f"i{x.dtype.itemsize}").astype(np.int64)
-    # E8M0: its codes are in order already.
+    # The codes of E8M0 are in order.
     if fmt is not None and not fmt.signed:
         return np.asarray(bits & 0xFF)
-    # Floats are sign and magnitude; ~magnitude counts down from -1, so that -0 and 0 are neighbours.
+    # Floats are sign and magnitude; ~magnitude counts down from -1, so that -0 and 0 are neighbors.
     magnitude = bits & np.int64(2 ** (8 * x.dtype.itemsize - 1) - 1)
     return np.asarray(np.where(bits < 0, ~magnitude, magnitude))
 
@@ -153,9 +153,9 @@ def _is_nan(x: NDArray[Any], fmt: Format | None) -> NDArray[np.bool_]:
 
 
 def _histogram(distance: NDArray[np.uint64]) -> str:
-    """Count distances in doubling ranges.
+    """Return the numbers of distances in doubling ranges as text.
 
-    "1: 12, 2: 3, 3-4: 1, NaN: 2".
+    For example "1: 12, 2: 3, 3-4: 1, NaN on one side: 2".
     """
     nan = distance == _NAN_DISTANCE
     steps = [int(step) for step in distance[~nan]]
@@ -185,7 +185,7 @@ def _table(
     source: NDArray[Any] | None,
     fmt: Format | None,
 ) -> Iterable[str]:
-    """Return a header and lines for the first differing values."""
+    """Return lines of a table: headings, and the first differing values."""
     rows = [("index", "source", "got", "wanted", "ULP")]
     for where in np.argwhere(bad)[:SHOWN]:
         index = tuple(int(i) for i in where)
@@ -199,7 +199,7 @@ def _table(
 
 
 def _show(item: Any, fmt: Format | None) -> str:
-    """Write one element as its value and its bits."""
+    """Return the value and the bits of one element as text."""
     scalar = np.asarray(item)
     if fmt is not None:
         return f"{float(decode(scalar, fmt)):.9g} (0x{int(scalar):02x})"

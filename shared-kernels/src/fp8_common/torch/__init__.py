@@ -1,8 +1,8 @@
 """FP8 quantization on torch tensors: the functions of `fp8_common`, bit for bit.
 
-Every function takes CPU or CUDA tensors, works under torch.compile and on fake tensors, and returns the native
-float8 dtype where NumPy returns codes. Results carry no gradient (quantization is a step function); `fake_quantize`
-passes gradients straight through.
+All functions support CPU and CUDA tensors, torch.compile and fake tensors. They return the native float8 dtype where
+the NumPy functions return codes, except `encode` and `encode_stochastic`, which return uint8. Results have no gradient,
+because quantization is a step function; only `fake_quantize` passes gradients through.
 """
 
 from collections.abc import Sequence
@@ -49,40 +49,51 @@ __all__ = [
 
 
 def encode(x: torch.Tensor, fmt: str | Format) -> torch.Tensor:
-    """Round to nearest even, saturating; return uint8 codes like `x`.
+    """Round to the nearest value of a format; return uint8 codes.
+
+    Ties are rounded to even; see `fp8_common.numerics.encode`.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        fmt: Data format or its name.
+
+    Returns:
+        uint8 codes of the shape of `x`.
 
     Raises:
-        Fp8Error: `x` is not float16, bfloat16 or float32, or `fmt` is no data format.
+        Fp8Error: If `x` is not float16, bfloat16 or float32, or `fmt` is no data format.
     """
     finite = rounding.nan_where_infinite(numerics.as_float32(_input(x)))
     return rounding.cast(finite, get_data_format(fmt)).view(torch.uint8)
 
 
 def encode_stochastic(x: torch.Tensor, fmt: str | Format, random_bits: torch.Tensor) -> torch.Tensor:
-    """Round up or down at random; see `fp8_common.numerics.encode_stochastic`.
+    """Round stochastically; see `fp8_common.numerics.encode_stochastic`.
 
     Args:
         x: float16, bfloat16 or float32, any shape.
-        fmt: A data format or its name.
+        fmt: Data format or its name.
         random_bits: int32 or uint32 of the shape of `x`, uniformly distributed.
 
     Returns:
         uint8 codes of the shape of `x`.
 
     Raises:
-        Fp8Error: `fmt` is no data format, or a tensor has another dtype or shape.
+        Fp8Error: If `fmt` is no data format, or a tensor has another dtype or shape.
     """
     finite = rounding.nan_where_infinite(numerics.as_float32(_input(x)))
     return rounding.cast_stochastic(finite, get_data_format(fmt), random_bits).view(torch.uint8)
 
 
 def decode(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
-    """Return the exact float32 values of codes.
+    """Return the float32 values of codes; exact for all formats.
 
-    uint8 or the format's own dtype.
+    Args:
+        codes: uint8 or the format's own dtype, any shape.
+        fmt: Format or its name, including E8M0.
 
     Raises:
-        Fp8Error: `codes` has another dtype.
+        Fp8Error: If `codes` is neither uint8 nor of the format's own dtype.
     """
     fmt = get_format(fmt)
     raw = numerics.to_uint8_codes(codes, fmt)
@@ -90,14 +101,18 @@ def decode(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
 
 
 def amax(x: torch.Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> torch.Tensor:
-    """Return max |x| over `axis` (None: all) as float32.
+    """Return max |x| over axes as float32, exactly.
 
-    0 if empty, NaN if any element is NaN.
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        axis: Axis or axes to reduce; None reduces all.
+        keepdims: Whether to keep reduced axes with length 1.
 
-    With `keepdims`, reduced dimensions have length 1.
+    Returns:
+        float32; 0 for an empty reduction, NaN if any reduced element is NaN, else infinity if any is infinite.
 
     Raises:
-        Fp8Error: `x` is not float16, bfloat16 or float32.
+        Fp8Error: If `x` is not float16, bfloat16 or float32.
     """
     x = _input(x)
     if axis is None:
@@ -109,50 +124,51 @@ def amax(x: torch.Tensor, axis: int | Sequence[int] | None = None, keepdims: boo
 def amax_to_scale(
     amax: torch.Tensor, fmt: str | Format, policy: ScalePolicy = CANONICAL, prev: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return scales into `fmt`; see `fp8_common.amax_to_scale`.
+    """Return the scale into a format; see `fp8_common.amax_to_scale`.
 
     Args:
-        amax: float32 of any shape, max |x| (its sign is ignored).
-        fmt: The format the values go to.
-        policy: The rule; see `fp8_common.policy`.
-        prev: float32, broadcastable to `amax`: the scale in use, kept where amax is zero, infinite or NaN.
+        amax: float32 of any shape, max |x|. The sign is ignored.
+        fmt: Format of the scaled values.
+        policy: Rule for the scale; see `fp8_common.policy`.
+        prev: Current scale, float32, broadcastable to `amax`. Depending on the policy, it is kept if amax is zero,
+            infinite or NaN. None means 1.0.
 
     Returns:
         float32 of the shape of `amax`.
 
     Raises:
-        Fp8Error: `fmt` is no data format, `amax` is not float16, bfloat16 or float32, or `prev` does not broadcast.
+        Fp8Error: If `fmt` is no data format, `amax` is not float16, bfloat16 or float32, or `prev` does not broadcast.
     """
-    kept = None if prev is None else _broadcastable(prev, amax, "prev")
-    return casts.scale_from_amax(_input(amax, "amax"), get_data_format(fmt), policy, kept)
+    checked = None if prev is None else _broadcastable(prev, amax, "prev")
+    return casts.scale_from_amax(_input(amax, "amax"), get_data_format(fmt), policy, checked)
 
 
 def amax_to_scale_inv(
     amax: torch.Tensor, fmt: str | Format, policy: ScalePolicy = CANONICAL, prev: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the scale that multiplies FP8 values back; see `fp8_common.numerics.amax_to_scale_inv`.
+    """Return the scale back from a format; see `fp8_common.numerics.amax_to_scale_inv`.
 
     Args:
-        amax: float32 of any shape, max |x| (its sign is ignored).
-        fmt: The format that the values have.
-        policy: The rule; see `fp8_common.policy`.
-        prev: float32, broadcastable to `amax`: the scale in use, into FP8.
+        amax: float32 of any shape, max |x|. The sign is ignored.
+        fmt: Format of the scaled values.
+        policy: Rule for the scale; see `fp8_common.policy`.
+        prev: Current scale into FP8, float32, broadcastable to `amax`, as in `amax_to_scale`.
 
     Returns:
         float32 of the shape of `amax`.
 
     Raises:
-        Fp8Error: `fmt` is no data format, `amax` is not float16, bfloat16 or float32, or `prev` does not broadcast.
+        Fp8Error: If `fmt` is no data format, `amax` is not float16, bfloat16 or float32, or `prev` does not broadcast.
     """
-    kept = None if prev is None else _broadcastable(prev, amax, "prev")
-    return numerics.scale_inv_from_amax(_input(amax, "amax"), get_data_format(fmt), policy, kept)
+    checked = None if prev is None else _broadcastable(prev, amax, "prev")
+    return numerics.scale_inv_from_amax(_input(amax, "amax"), get_data_format(fmt), policy, checked)
 
 
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    """Return RN32(1 / scale), IEEE division, float32 of the shape of `scale`.
+    """Return RN32(1 / scale) by IEEE division, float32 shaped like `scale`.
 
     Raises:
-        Fp8Error: `scale` is not float16, bfloat16 or float32.
+        Fp8Error: If `scale` is not float16, bfloat16 or float32.
     """
     return casts.reciprocal(numerics.as_float32(_input(scale, "scale")))
 
@@ -163,13 +179,13 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> torch.T
     Args:
         x: float16, bfloat16 or float32, any shape.
         scale: float32, broadcastable to `x`.
-        fmt: The FP8 format.
+        fmt: FP8 format.
 
     Returns:
         float8 codes of the shape of `x`; NaN where `x` is infinite or NaN.
 
     Raises:
-        Fp8Error: Unsupported dtype, or `scale` does not broadcast to the shape of `x`.
+        Fp8Error: If the dtype is not supported, or `scale` does not broadcast to the shape of `x`.
     """
     return casts.quantize(_input(x), _broadcastable(scale, x), get_data_format(fmt))
 
@@ -177,19 +193,19 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> torch.T
 def quantize_stochastic(
     x: torch.Tensor, scale: torch.Tensor, fmt: str | Format, random_bits: torch.Tensor
 ) -> torch.Tensor:
-    """Quantize with random rounding; see `fp8_common.numerics.encode_stochastic`.
+    """Quantize with stochastic rounding; see `fp8_common.numerics.encode_stochastic`.
 
     Args:
         x: float16, bfloat16 or float32, any shape.
         scale: float32, broadcastable to `x`.
-        fmt: The FP8 format.
+        fmt: FP8 format.
         random_bits: int32 or uint32 of the shape of `x`, uniformly distributed.
 
     Returns:
         float8 codes of the shape of `x`.
 
     Raises:
-        Fp8Error: Unsupported dtype, or a tensor of another shape.
+        Fp8Error: If the dtype is not supported, or the shapes do not match.
     """
     return rounding.quantize_stochastic(_input(x), _broadcastable(scale, x), get_data_format(fmt), random_bits)
 
@@ -197,45 +213,45 @@ def quantize_stochastic(
 def dequantize(
     q: torch.Tensor, scale: torch.Tensor, fmt: str | Format, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Return q * RN32(1 / scale), in float32 rounded to `dtype`.
+    """Return q * RN32(1 / scale), computed in float32, in `dtype`.
 
     Args:
         q: float8 or uint8 codes, any shape.
         scale: float32 scale into FP8, broadcastable to `q`.
-        fmt: The FP8 format of `q`.
+        fmt: FP8 format of `q`.
         dtype: float32, float16 or bfloat16.
 
     Returns:
         Values in `dtype`, of the shape of `q`.
 
     Raises:
-        Fp8Error: Unsupported dtype, or `scale` does not broadcast to the shape of `q`.
+        Fp8Error: If the dtype is not supported, or `scale` does not broadcast to the shape of `q`.
     """
     return decoding.dequantize(q, casts.reciprocal(_broadcastable(scale, q)), get_data_format(fmt), dtype)
 
 
 def fake_quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> torch.Tensor:
-    """Quantize and dequantize in the dtype of `x`, straight-through.
+    """Quantize and dequantize, with a straight-through gradient.
 
-    `x` gets the gradient unchanged, `scale` none.
+    The gradient of the result is passed to `x` unchanged; `scale` has no gradient.
 
     Args:
         x: float16, bfloat16 or float32, any shape.
         scale: float32, broadcastable to `x`.
-        fmt: The FP8 format.
+        fmt: FP8 format.
 
     Returns:
-        The rounded values, of the dtype and shape of `x`.
+        Rounded values in the dtype and shape of `x`.
 
     Raises:
-        Fp8Error: Unsupported dtype, or `scale` does not broadcast to the shape of `x`.
+        Fp8Error: If the dtype is not supported, or `scale` does not broadcast to the shape of `x`.
     """
     numerics.check_input_dtype(x)
     return _StraightThrough.apply(x, _broadcastable(scale, x), get_data_format(fmt))
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Quantizes and goes back; `x + (q - x).detach()` has other bits."""
+    """Quantize and dequantize; `x + (q - x).detach()` has other bits."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -244,7 +260,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Pass the gradient on."""
+        """Return the gradient for `x` unchanged."""
         return grad, None, None
 
 
@@ -255,15 +271,16 @@ def quantize_rowwise(
 
     Args:
         x: float16, bfloat16 or float32, any shape of at least one dimension.
-        fmt: The FP8 format.
-        axis: The axis that shares a scale: -1 gives a scale per row, 0 a scale per column of a matrix.
-        policy: The scale rule.
+        fmt: FP8 format.
+        axis: Axis whose elements share a scale. For a matrix, -1 gives a scale per row, 0 a scale per column.
+        policy: Rule for the scales.
 
     Returns:
-        float8 codes of the shape of `x`; float32 scales of that shape with `axis` of length 1, so that they broadcast.
+        float8 codes of the shape of `x`, and float32 scales of that shape with `axis` of length 1, so that they
+        broadcast.
 
     Raises:
-        Fp8Error: `x` has another dtype, or `fmt` is no data format.
+        Fp8Error: If the dtype of `x` is not supported, or `fmt` is no data format.
     """
     rows = _input(x).movedim(axis, -1)
     cast = casts.quantize_dynamic(rows, get_data_format(fmt), policy, (1, 0))
@@ -273,21 +290,19 @@ def quantize_rowwise(
 def quantize_blockwise(
     x: torch.Tensor, fmt: str | Format, block: Block = (1, 128), policy: ScalePolicy = CANONICAL
 ) -> Quantized[torch.Tensor]:
-    """Quantize with a scale for each (rows, columns) block.
-
-    Blocks divide the last two dimensions.
+    """Quantize with one scale per block of the last two dimensions.
 
     Args:
-        x: float16, bfloat16 or float32 [..., M, N]; blocks at the edges may be partial.
-        fmt: The FP8 format.
-        block: (1, 128) for activations and gradients, (128, 128) for weights.
-        policy: The scale rule.
+        x: float16, bfloat16 or float32 [..., M, N]. Blocks at the edges may be partial.
+        fmt: FP8 format.
+        block: Block size (rows, columns): (1, 128) for activations and gradients, (128, 128) for weights.
+        policy: Rule for the scales.
 
     Returns:
-        float8 codes [..., M, N]; float32 scales [..., ceil(M / rows), ceil(N / columns)].
+        float8 codes [..., M, N], and float32 scales [..., ceil(M / rows), ceil(N / columns)].
 
     Raises:
-        Fp8Error: `x` has another dtype, `fmt` is no data format, or the block cannot cut `x`.
+        Fp8Error: If the dtype of `x` is not supported, `fmt` is no data format, or the block cannot divide `x`.
     """
     cast = casts.quantize_dynamic(_input(x), get_data_format(fmt), policy, check_block(block, x.ndim))
     return Quantized(cast.codes, cast.scale)
@@ -300,48 +315,56 @@ def dequantize_blockwise(
     block: Block = (1, 128),
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Undo `quantize_blockwise`.
+    """Dequantize the result of `quantize_blockwise`.
 
     Args:
         q: float8 or uint8 codes [..., M, N].
         scale: float32 scales into FP8 [..., ceil(M / rows), ceil(N / columns)].
-        fmt: The FP8 format of `q`.
-        block: (rows, columns) of a block.
+        fmt: FP8 format of `q`.
+        block: Block size (rows, columns).
         dtype: float32, float16 or bfloat16.
 
     Returns:
         Values in `dtype`, [..., M, N].
 
     Raises:
-        Fp8Error: Unsupported dtype or format, a block that cannot cut `q`, or scales of another shape.
+        Fp8Error: If the dtype or format is not supported, the block cannot divide `q`, or scales have the wrong shape.
     """
     return decoding.dequantize(q, reciprocal(scale), get_data_format(fmt), dtype, check_block(block, q.ndim))
 
 
 def amax_to_e8m0(amax: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> torch.Tensor:
-    """Return uint8 E8M0 codes of `amax`; see `fp8_common.numerics.amax_to_e8m0`.
+    """Return E8M0 codes of scales; see `fp8_common.numerics.amax_to_e8m0`.
+
+    Args:
+        amax: float32 of any shape, max |x| of each block.
+        fmt: Format of the elements.
+        mode: Rounding mode.
+
+    Returns:
+        uint8 codes of the shape of `amax`; 255 (NaN) where amax is infinite or NaN.
 
     Raises:
-        Fp8Error: Unknown `mode`, `fmt` is no data format, or `amax` is not float16, bfloat16 or float32.
+        Fp8Error: If `mode` is unknown, `fmt` is no data format, or `amax` is not float16, bfloat16 or float32.
     """
     check_mode(mode)
     return numerics.e8m0_from_amax(numerics.as_float32(_input(amax, "amax")), get_data_format(fmt), mode)
 
 
 def e8m0_to_scale(codes: torch.Tensor) -> torch.Tensor:
-    """Return float32 scales into FP8, 2^(127-code); NaN for 255.
+    """Return float32 scales into FP8, 2^(127 - code); NaN for 255.
 
     Raises:
-        Fp8Error: `codes` is neither uint8 nor float8_e8m0fnu.
+        Fp8Error: If `codes` is neither uint8 nor float8_e8m0fnu.
     """
     return numerics.scale_of_e8m0(numerics.to_uint8_codes(codes, E8M0))
 
 
 def e8m0_to_scale_inv(codes: torch.Tensor) -> torch.Tensor:
-    """Return float32 scales back from FP8, 2^(code-127); NaN for 255.
+    """Return float32 scales back from FP8, 2^(code - 127); NaN for 255.
 
     Raises:
-        Fp8Error: `codes` is neither uint8 nor float8_e8m0fnu.
+        Fp8Error: If `codes` is neither uint8 nor float8_e8m0fnu.
     """
     return numerics.scale_inv_of_e8m0(numerics.to_uint8_codes(codes, E8M0))
 
@@ -349,18 +372,18 @@ def e8m0_to_scale_inv(codes: torch.Tensor) -> torch.Tensor:
 def quantize_mx(x: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> Quantized[torch.Tensor]:
     """Quantize to OCP MX.
 
-    One E8M0 scale for 32 consecutive values of the last dimension.
+    Each block of 32 consecutive values of the last dimension has one E8M0 scale.
 
     Args:
-        x: float16, bfloat16 or float32 [..., N]; the last block may be partial.
-        fmt: The element format.
-        mode: How the scale is rounded; see `fp8_common.numerics.amax_to_e8m0`.
+        x: float16, bfloat16 or float32 [..., N]. The last block may be partial.
+        fmt: Format of the elements.
+        mode: Rounding mode of the scale; see `fp8_common.numerics.amax_to_e8m0`.
 
     Returns:
-        float8 codes [..., N]; torch.float8_e8m0fnu scales [..., ceil(N / 32)], which go back from FP8.
+        float8 codes [..., N], and torch.float8_e8m0fnu scales back from FP8 [..., ceil(N / 32)].
 
     Raises:
-        Fp8Error: `x` has another dtype or is a scalar, `fmt` is no data format, or `mode` is unknown.
+        Fp8Error: If the dtype of `x` is not supported, `x` is a scalar, `fmt` is no data format, or `mode` is unknown.
     """
     check_mode(mode)
     return Quantized(*casts.quantize_mx(_input(x), get_data_format(fmt), mode))
@@ -369,19 +392,19 @@ def quantize_mx(x: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> Q
 def dequantize_mx(
     q: torch.Tensor, codes: torch.Tensor, fmt: str | Format, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Undo `quantize_mx`; exact in float32.
+    """Dequantize the result of `quantize_mx`; exact in float32.
 
     Args:
         q: float8 or uint8 codes [..., N].
         codes: E8M0 codes [..., ceil(N / 32)], uint8 or torch.float8_e8m0fnu.
-        fmt: The element format.
+        fmt: Format of the elements.
         dtype: float32, float16 or bfloat16.
 
     Returns:
         Values in `dtype`, [..., N].
 
     Raises:
-        Fp8Error: `q` has another dtype, `fmt` is no data format, or E8M0 codes have another shape.
+        Fp8Error: If the dtype of `q` is not supported, `fmt` is no data format, or `codes` has the wrong shape.
     """
     check_block(MX_BLOCK, q.ndim)
     return decoding.dequantize_mx(q, codes, get_data_format(fmt), dtype)
@@ -390,30 +413,32 @@ def dequantize_mx(
 def update_history(
     history: torch.Tensor, amax: torch.Tensor, algo: HistoryAlgo = "max"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Record one observation per tensor; nothing is written in place.
+    """Record one observation per tensor, and reduce the histories.
+
+    Nothing is written in place. See `fp8_common.numerics.update_history`.
 
     Args:
         history: float32 [L, ...]; slot 0 is the newest.
-        amax: float32 [...], this step's amax; infinite and NaN ones are not recorded.
-        algo: "max" over the history, or "most_recent" (slot 0).
+        amax: Amax of this step, float32 [...]. Infinite and NaN entries are not recorded.
+        algo: Reduction: "max" over the history, or "most_recent" (slot 0).
 
     Returns:
-        (new history [L, ...], amax for the next scale [...]), both float32.
+        New history [L, ...] and amax for the next scale [...], both float32.
 
     Raises:
-        Fp8Error: Shapes do not fit, the history is empty, or `algo` is unknown.
+        Fp8Error: If the shapes do not match, the history is empty, or `algo` is unknown.
     """
     check_history(tuple(history.shape), tuple(amax.shape), algo)
     return numerics.update_history(_input(history, "history"), _input(amax, "amax"), algo)
 
 
 def _input(x: torch.Tensor, what: str = "x") -> torch.Tensor:
-    """Check the dtype, and detach: step functions have no derivative."""
+    """Check the dtype, and detach: quantization has no derivative."""
     return numerics.check_input_dtype(x, what).detach()
 
 
 def _broadcastable(scale: torch.Tensor, x: torch.Tensor, what: str = "scale") -> torch.Tensor:
-    """Check that `scale` broadcasts to `x` without making the result larger."""
+    """Check that `scale` broadcasts to the shape of `x`, and detach it."""
     aligned = (1,) * (x.ndim - scale.ndim) + tuple(scale.shape)
     if scale.ndim > x.ndim or any(s not in (1, n) for s, n in zip(aligned, x.shape, strict=True)):
         raise Fp8Error(f"{what} of shape {tuple(scale.shape)} does not broadcast to shape {tuple(x.shape)}.")

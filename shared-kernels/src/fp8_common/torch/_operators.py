@@ -1,11 +1,10 @@
 """`operator`: an operation with a reference, a kernel, and an operator name.
 
-Compilers see it as `torch.ops.fp8_common.*`.
-
-Eager mode runs the kernel where it takes the tensors, and the reference elsewhere. A compiler traces the reference
-where it fuses it, and sees one operator elsewhere, which ends in the code of eager mode: compiled and eager results are
-the same bits. Those whose kernel is launched without a look at the host are opaque on CPUs alone: compilers of GPUs see
-their launches. Formats, policies and blocks are objects here, and strings and lists in schemas. None has a derivative.
+Eager mode runs the kernel if it supports the tensors, else the reference. A compiler either traces the reference, to
+fuse it, or its graph contains an operator `torch.ops.fp8_common.*` that runs the code of eager mode: compiled and eager
+results are the same bits. Operators whose kernels need no host read are opaque on CPUs only: on GPUs, compilers launch
+the kernels. Formats, policies and blocks are objects in Python, and strings and lists in schemas. No operator has a
+derivative.
 """
 
 import dataclasses
@@ -36,21 +35,21 @@ def operator(
     launches: bool | None = None,
     mutates: Iterable[str] = (),
 ) -> Callable[[_Function], _Function]:
-    """Return a decorator for a reference.
+    """Return a decorator that makes an operation of a reference.
 
-    A function of tensors; the first one selects the implementation.
-
-    A direct call in eager mode saves the operator's overhead, which is several times the work on small tensors.
+    The reference is a function of tensors and other arguments; its first argument selects the implementation. In eager
+    mode the implementation is called directly, because an operator's overhead is several times the work on small
+    tensors.
 
     Args:
-        fake: The same function without data: its results have the shapes, dtypes and strides of the real ones. The
-            reference on fake tensors would set guards on sizes that are symbols.
-        kernel: The same function with kernels, for tensors that `takes` accepts; None if the function selects itself.
-        fits: Whether there is a kernel for these arguments; None is always.
-        traced: Whether compilers of GPUs trace the reference, and fuse it.
-        launches: Whether compilers of GPUs launch the kernels: they must read nothing on the host. By default the
-            kernels of `kernel`, if the reference is not traced.
-        mutates: The names of arguments that are written to.
+        fake: Function without data, whose results have the shapes, dtypes and strides of the real ones. The reference
+            would add guards on symbolic sizes.
+        kernel: Implementation with kernels, for tensors that `takes` accepts; None if the reference selects it.
+        fits: Function that returns whether `kernel` supports the arguments; None if it always does.
+        traced: Whether compilers for GPUs trace and fuse the reference.
+        launches: Whether compilers for GPUs launch the kernels directly, which must not read data on the host. Default:
+            if there is a `kernel` and the reference is not traced.
+        mutates: Names of arguments that are written to.
     """
 
     def decorate(reference: _Function) -> _Function:
@@ -90,7 +89,7 @@ def operator(
 
 
 _IN_SCHEMAS = {Format: str, ScalePolicy: str, Block: list[int] | None}
-"""Strings that represent types unknown to schemas."""
+"""Types in schemas that replace types unknown to schemas."""
 
 
 def _encoded(value: Any) -> Any:
@@ -110,12 +109,9 @@ def _decoded(value: Any, parameter: inspect.Parameter) -> Any:
 
 @constant_of_record
 def policy_key(policy: ScalePolicy) -> str:
-    """Return a string for `policy` in operator arguments.
-
-    `policy_of_key` reads it back.
-    """
-    # Where a compiler traces this, numbers may be symbols, which are no part of a string: `int` and `float` make them
-    # constants, with guards.
+    """Return a policy as a string for operators; `policy_of_key` reads it."""
+    # If a compiler traces this, numbers may be symbols, which a string cannot contain. `int` and `float` make them
+    # constants with guards.
     numbers = int(policy.margin), float(policy.eps), float(policy.upper), float(policy.lower), int(policy.history)
     margin, eps, upper, lower, history = numbers
     return (
@@ -126,15 +122,15 @@ def policy_key(policy: ScalePolicy) -> str:
 
 @functools.cache
 def policy_of_key(key: str) -> ScalePolicy:
-    """Return the policy that `policy_key` wrote."""
-    # Floats come back exactly: Python writes the shortest text that reads as the same number.
+    """Return the policy of a string from `policy_key`."""
+    # Floats are restored exactly: Python writes the shortest text that reads as the same number.
     fields = dataclasses.fields(ScalePolicy)
-    # From the right: the name stands first, and is the only field that may hold the separator.
+    # Split from the right: the first field, the name, is the only one that may contain the separator.
     texts = zip(fields, key.rsplit("|", len(fields) - 1), strict=True)
     return ScalePolicy(**{field.name: _READERS.get(str(field.type), str)(text) for field, text in texts})
 
 
-# By the repr of the annotation, which for plain types is the class itself. bool("False") is True, hence the comparison.
+# Readers by the annotation of a field as text. bool("False") is True, hence the comparison.
 _READERS: dict[str, Callable[[str], Any]] = {
     "<class 'int'>": int,
     "<class 'float'>": float,

@@ -1,9 +1,10 @@
-"""Run casts by Triton kernels, traced operations, or torch's own.
+"""Selection and launch of Triton kernels for torch tensors.
 
-`takes` selects the tensors for the kernels; `FP8_COMMON_BACKEND` controls it: "auto" selects CUDA tensors on compute
-capability 8.9 and newer, "triton" raises if a kernel cannot run, "reference" selects none. `fuses` decides whether a
-compiler sees operations to fuse with their neighbors, or one operator that runs the code of eager mode. For operators
-that only launch kernels, compilers see the launches (`shown`). The bits are the same in each case.
+`takes` selects the tensors for kernels, according to `FP8_COMMON_BACKEND`: "auto" selects CUDA tensors on compute
+capability 8.9 and newer, "triton" raises if a kernel cannot run, and "reference" selects none. Under a compiler,
+`fuses` decides whether the graph contains operations to fuse with their neighbors, or one operator that runs the code
+of eager mode. For operators that only launch kernels, compilers can launch these directly (`shown`). The bits are the
+same in each case.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ from fp8_common.torch.compat import FakeTensor, assume_constant_result, current_
 
 
 class _Shown(threading.local):
-    """Launches traced by `shown` on this thread; None outside."""
+    """Number of launches that `shown` has traced on this thread; None outside."""
 
     launches: int | None = None
 
@@ -37,14 +38,15 @@ _now = _Shown()
 
 
 class _NotShownError(Exception):
-    """Raised where torch's operations would replace kernels."""
+    """Raised while tracing launches, if operations of torch replace a kernel."""
 
 
 def shown(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Trace `function`'s launches, so that compilers launch these kernels directly.
+    """Return a function that traces launches, for compilers to launch directly.
 
-    It returns NotImplemented if it launches none, if operations of torch would have to do a part, and for sizes that
-    are symbols, on which plans cannot depend.
+    It has the arguments and results of `function`. It returns NotImplemented if `function` launches no kernel or runs
+    operations of torch instead of one, if a size is symbolic (launch plans need integers), and on devices other than
+    GPUs of compute capability 9.0 or newer.
     """
 
     def trace(*args: Any, **named: Any) -> Any:
@@ -65,9 +67,9 @@ def shown(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sources() -> str:
-    """Return the dependences of compiled launches besides shapes.
+    """Return a key of everything but shapes on which compiled launches depend.
 
-    The code of this package, and the backend.
+    It has a hash of this package's source files and the requested backend.
     """
     return f"{_hash()} {backend()}"
 
@@ -79,48 +81,55 @@ def _hash() -> str:
 
 
 def takes(x: torch.Tensor, fmt: Format | None = None, policy: ScalePolicy | None = None) -> bool:
-    """Return whether `x` goes to the kernels.
+    """Return whether kernels process `x`.
 
-    Not without data, and not under a compiler that does not see them.
+    They do not under a compiler, and not for fake tensors unless `shown` traces launches.
+
+    Args:
+        x: Tensor that is cast or reduced.
+        fmt: Format of the codes, if any.
+        policy: Rule for the scales, if any.
 
     Raises:
-        Fp8UnsupportedError: FP8_COMMON_BACKEND=triton, and they cannot run on the device of `x`.
+        Fp8UnsupportedError: If FP8_COMMON_BACKEND=triton and kernels cannot run on the device of `x`.
     """
     if torch.compiler.is_compiling():
         return False
     # The environment is read at every call, so that tests and users can change it; the device is looked up once. Layers
     # keep the result for a shape (`linear.plan`).
-    choice, shown = backend(), _now.launches is not None
-    taken = choice != "reference" and (shown or not isinstance(x, FakeTensor))
-    obstacle = _obstacle(x.device) if taken else None
-    taken = taken and (obstacle is None or choice == "triton") and (fmt is None or has_kernels(fmt, policy))
-    if taken and obstacle is not None:
+    choice, is_shown = backend(), _now.launches is not None
+    selected = choice != "reference" and (is_shown or not isinstance(x, FakeTensor))
+    obstacle = _obstacle(x.device) if selected else None
+    selected = selected and (obstacle is None or choice == "triton") and (fmt is None or has_kernels(fmt, policy))
+    if selected and obstacle is not None:
         raise Fp8UnsupportedError(
             f"FP8_COMMON_BACKEND=triton, but {obstacle}. Unset it to use PyTorch's own operations there."
         )
-    if shown and not taken:
+    if is_shown and not selected:
         raise _NotShownError
-    return taken
+    return selected
 
 
 def fuses(x: torch.Tensor) -> bool:
-    """Return whether a compiler traces now and fuses casts of `x`."""
+    """Return whether a compiler is tracing and will fuse casts of `x`."""
     return torch.compiler.is_compiling() and rounds_once(x.device.type, x.device.index)
 
 
 def launches(x: torch.Tensor, fmt: Format | None = None, policy: ScalePolicy | None = None) -> bool:
-    """Return whether kernels cast `x`: now, or in compiled code."""
+    """Return whether kernels cast `x`, either now or in compiled code.
+
+    Arguments and errors are those of `takes`.
+    """
     return fuses(x) or takes(x, fmt, policy)
 
 
 @assume_constant_result
 def rounds_once(device_type: str, index: int | None) -> bool:
-    """Return whether a device's compilers cast to FP8 efficiently.
+    """Return whether a device's compilers cast to FP8 in one rounding.
 
-    In one rounding.
-
-    GPUs do from compute capability 9.0 on. On 8.9 Triton's own conversion, which compilers take, goes through float16
-    and rounds twice. On a CPU the operations of eager mode are as fast, and graphs that hide them compile sooner.
+    This is the case for GPUs of compute capability 9.0 and newer. On 8.9, compiled code uses Triton's own conversion,
+    which goes through float16 and rounds twice. On a CPU the result is False, because the operations of eager mode are
+    as fast, and graphs that hide them compile faster.
     """
     return device_type == "cuda" and torch.cuda.get_device_capability(index) >= (9, 0)
 
@@ -133,19 +142,19 @@ _DTYPES = {
 
 @cache
 def plans() -> ModuleType:
-    """Return the module of kernel plans, importing Triton lazily."""
+    """Return the module of kernel plans; the first call imports Triton."""
     return importlib.import_module("fp8_common._kernels")
 
 
 def launch(plan: Any, device: torch.device, **given: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Run a launch; return its outputs in order.
+    """Run a launch and return all its outputs in order.
 
-    Given outputs, and the others, which are allocated here.
+    Outputs that are not given are allocated.
 
     Args:
-        plan: The `Launch`.
-        device: Where it runs.
-        given: Tensors named like its pointers; None for omitted ones.
+        plan: `Launch` to run.
+        device: Device of the tensors.
+        given: Tensors by pointer name; None for an omitted pointer.
     """
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     for name, out in plan.outputs.items():
@@ -157,9 +166,12 @@ def launch(plan: Any, device: torch.device, **given: torch.Tensor | None) -> tup
 
 
 def run(plan: Any, device: torch.device, **tensors: torch.Tensor) -> None:
-    """Run a launch on named tensors, or show it to a compiler.
+    """Run a launch, or add it to the graph of a compiler.
 
-    On their device.
+    Args:
+        plan: `Launch` to run.
+        device: Device of the tensors.
+        tensors: Tensors by pointer name, inputs and outputs.
     """
     if _now.launches is not None:
         _now.launches += 1
@@ -172,7 +184,7 @@ def run(plan: Any, device: torch.device, **tensors: torch.Tensor) -> None:
     loaded = plan.loaded.get(index) if is_direct else None
     if loaded is not None and loaded.start(tensors, index):
         return
-    if device.type != "cuda":  # under the interpreter
+    if device.type != "cuda":  # in Triton's interpreter
         plans().run(plan, tensors)
     elif is_direct:
         plans().run(plan, tensors, device=index, refusal=lambda: _refusal(plan, device))
@@ -193,21 +205,21 @@ def is_capturing(device: torch.device) -> bool:
 def refuse_in_capture(device: torch.device, what: str) -> None:
     """Raise if a CUDA graph is being captured.
 
-    For objects that must be created before the capture.
+    Call it before creating an object that must exist before the capture.
 
     Args:
-        device: Where it would be made.
-        what: The object, as the subject of a sentence.
+        device: Device of the object.
+        what: Name of the object, as the subject of the error's sentence.
 
     Raises:
-        Fp8UnsupportedError: The current stream of `device` is being captured.
+        Fp8UnsupportedError: If the current stream of `device` is being captured.
     """
     if is_capturing(device):
         raise capture_refusal(what)
 
 
 def capture_refusal(what: str) -> Fp8UnsupportedError:
-    """Return the error for an object missing before a capture."""
+    """Return the error for an object that a capture needs first."""
     return Fp8UnsupportedError(
         f"{what[0].upper()}{what[1:]} cannot be made while a CUDA graph is being captured. Run a training step with "
         "the same shapes and parameters before the capture."
@@ -216,7 +228,7 @@ def capture_refusal(what: str) -> Fp8UnsupportedError:
 
 @cache
 def _obstacle(device: torch.device) -> str | None:
-    """Return the obstacle for kernels on a device, None without one."""
+    """Return the reason why kernels cannot run on a device, or None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if plans().interpreting():  # the interpreter runs the kernels on CPU tensors
@@ -230,24 +242,27 @@ def _obstacle(device: torch.device) -> str | None:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, as plans take it."""
+    """Return the name of a dtype for plans, e.g. "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def matrix_of(x: torch.Tensor) -> tuple[int, int]:
-    """Return rows and columns of x, leading dimensions as rows."""
+    """Return the rows and columns of x as a matrix.
+
+    All dimensions but the last are rows.
+    """
     n = x.shape[-1]
     return (x.numel() // n if n else 0), n
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """Return x in the memory order of `torch.empty_like(x)`.
+    """Return x with the strides of `torch.empty_like(x)`, copied if needed.
 
-    Elementwise kernels then see flat memory.
+    Elementwise kernels can then process its memory in order.
     """
-    # `empty_like` keeps the order of dimensions of dense tensors and drops gaps and overlaps. Reading x in that order
-    # allows a transposed matrix to be cast without a copy, into data that are transposed the same way.
-    if x.is_contiguous():  # nearly always true, and tested first: the comparison needs memory of the size of x
+    # `empty_like` keeps the order of dimensions of dense tensors, without gaps and overlaps. In this order, a
+    # transposed matrix is cast without a copy, into codes that are transposed the same way.
+    if x.is_contiguous():  # nearly always true, and tested first, because the comparison allocates memory as large as x
         return x
     order = torch.empty_like(x)
     return x if order.stride() == x.stride() else order.copy_(x)

@@ -1,11 +1,9 @@
-"""Casts to FP8 and back, with every granularity.
+"""Casts to FP8 at every granularity.
 
-Only this module decides how a cast runs.
-
-Each cast is an `operator`: kernels cast supported tensors, and torch's own operations, the reference, the rest. A
-    compiler of
-a GPU fuses the reference, or launches the kernels where one launch writes the operands of two matmuls; elsewhere it
-sees operators, which run the code of eager mode. The bits are the same in each case.
+All public casts are defined here; `_operators` and `_triton` select the implementation. Each cast is an `operator`:
+kernels cast the tensors that they support, and operations of torch, the reference, cast all others. A compiler for a
+GPU fuses the reference, or launches the kernels if one launch writes the operands of two matmuls. Otherwise it calls
+operators, which run the code of eager mode. The bits are the same in each case.
 """
 
 from typing import Any
@@ -43,7 +41,7 @@ Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _amax_bits(x: torch.Tensor) -> torch.Tensor:
-    """Return the int32 bits [1] of max |x|, by the kernel."""
+    """Return the int32 bits [1] of max |x| by a kernel."""
     (key,) = launch(plans().amax(x.numel(), name_of(x.dtype)), x.device, x_ptr=dense(x))
     return key
 
@@ -54,9 +52,9 @@ def _amax_bits(x: torch.Tensor) -> torch.Tensor:
     traced=True,
 )
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """Return max |x| as a float32 scalar.
+    """Return max |x| as a float32 scalar, 0 for an empty tensor.
 
-    NaN wins, then infinity; 0 for an empty tensor.
+    The result is NaN if any element is NaN, else infinity if any is infinite.
     """
     return amax_of(x)
 
@@ -73,9 +71,9 @@ def _scales_by_kernel(amax: torch.Tensor, prev: None, fmt: Format, policy: Scale
     lambda amax, prev, *_: prev is None,
 )
 def scales(amax: torch.Tensor, prev: torch.Tensor | None, fmt: Format, policy: ScalePolicy) -> Pair:
-    """Return scales into and back from FP8, shaped like `amax`.
+    """Return float32 scales into and back from FP8, shaped like `amax`.
 
-    `prev` is used if `amax` is zero or not finite, depending on the policy.
+    Depending on the policy, the scale is `prev` if amax is zero or not finite.
     """
     scale = numerics.scale_from_amax(amax, fmt, policy, prev)
     return scale, divide(1.0, scale)
@@ -86,7 +84,7 @@ def scale_from_amax(
 ) -> torch.Tensor:
     """Return float32 scales into FP8, shaped like `amax`.
 
-    `prev` is used if `amax` is zero or not finite, depending on the policy.
+    Depending on the policy, the scale is `prev` if amax is zero or not finite.
     """
     if torch.compiler.is_compiling() or (prev is None and takes(amax, fmt, policy)):
         return scales(amax, prev, fmt, policy)[0]
@@ -95,7 +93,7 @@ def scale_from_amax(
 
 @operator(torch.empty_like, traced=True)
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    """Return RN32(1 / scale), IEEE division, of the shape of float32 `scale`."""
+    """Return RN32(1 / scale) by IEEE division, for float32 `scale`."""
     return divide(1.0, scale)
 
 
@@ -105,9 +103,9 @@ def reciprocal(scale: torch.Tensor) -> torch.Tensor:
 def _by_given_scale(
     x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, with_amax: bool = False, both: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Launch the cast with one given scale.
+    """Launch the cast of a tensor with one given scale.
 
-    Codes, transposed codes if `both`, int32 amax bits [1] if `with_amax`.
+    Returns the codes, the transposed codes if `both`, and the int32 bits [1] of the amax if `with_amax`.
     """
     scale = scale.float().contiguous()
     if both:
@@ -121,7 +119,7 @@ def _by_given_scale(
 quantize = operator(
     lambda x, scale, fmt, *_: torch.empty_like(x, dtype=torch_dtype(fmt)),
     lambda x, scale, fmt, *_: _by_given_scale(x, scale, fmt)[0],
-    # A scale [1, 1] for x [n] makes the result a matrix by broadcasting, which the kernel does not.
+    # With a scale [1, 1] and x [n], broadcasting makes the result a matrix, which the kernel does not support.
     lambda x, scale, *_: scale.numel() == 1 and scale.ndim <= x.ndim,
     traced=True,
 )(rounding.quantize)
@@ -142,15 +140,15 @@ def _transposed(codes: torch.Tensor) -> torch.Tensor:
     lambda x, scale, fmt: _by_given_scale(x.contiguous(), scale, fmt, both=True),
 )
 def cast_transposed(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Pair:
-    """Return codes [M, N] and [N, M] of x, with one scale."""
+    """Return codes [M, N] of x, and the transposed codes [N, M]."""
     codes = quantize(x.contiguous(), scale, fmt)
     return codes, _transposed(codes)
 
 
 def quantize_both(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return `quantize` with one scale, and possibly transposed codes.
+    """Quantize with one scale; also return the transposed codes if available.
 
-    If one launch writes both; they are contiguous.
+    The transposed codes are contiguous. They are returned if one launch writes both layouts, else None.
     """
     if _is_matrix(x) and launches(x, fmt):
         return cast_transposed(x, scale, fmt)
@@ -172,9 +170,9 @@ def _with_amax_by_kernel(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> P
     traced=True,
 )
 def quantize_with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Pair:
-    """Return codes for a given scale, and max |x|.
+    """Return codes for a given scale, and max |x|, in one pass.
 
-    Delayed scaling in one pass; both scales are float32 scalars.
+    The scale and the amax are float32 scalars.
     """
     largest = amax_of(x)
     return rounding.quantize(x, scale, fmt, largest), largest
@@ -183,14 +181,14 @@ def quantize_with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Pai
 def quantize_both_with_amax(
     x: torch.Tensor, scale: torch.Tensor, fmt: Format
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return `quantize_with_amax`, and possibly transposed codes.
+    """Quantize like `quantize_with_amax`; also return transposed codes if available.
 
-    If one launch writes both; they are contiguous.
+    The transposed codes are contiguous. They are returned if one launch writes both layouts, else None.
     """
     if not (_is_matrix(x) and launches(x, fmt)):
         return *quantize_with_amax(x, scale, fmt), None
     if torch.compiler.is_compiling():
-        # One launch that writes both ways moves less than a compiler's code, which stores transposed bytes one by one.
+        # One launch that writes both layouts moves less than compiled code, which stores transposed bytes one by one.
         codes, transposed = cast_transposed(x, scale, fmt)
         return codes, amax_of(x), transposed
     codes, transposed, key = _by_given_scale(x, scale, fmt, with_amax=True, both=True)
@@ -210,19 +208,20 @@ def quantize_dynamic(
     groups: torch.Tensor | None = None,
     both: bool = False,
 ) -> Quantized:
-    """Return codes and scales from the amax of each block.
+    """Quantize a tensor with scales computed from its own amax.
 
     Args:
         x: float16, bfloat16 or float32, any strides.
-        fmt: The format.
-        policy: The rule for the scales.
-        block: Elements per scale.
-        fold: float32 [columns]: casts float32(x) * fold instead, with a scale for each row.
-        groups: int32 [rows], which names a row of `fold`, then [groups, columns], for each row of `x`.
-        both: Also cast the transpose of a matrix, where kernels make both from one or two reads.
+        fmt: FP8 format.
+        policy: Rule for the scales.
+        block: Block size of the scales.
+        fold: float32 [columns]. Quantizes `float32(x) * fold` instead, with one scale per row.
+        groups: int32 [rows]. Selects the row of `fold`, [groups, columns] in this case, for each row of `x`.
+        both: Whether to also cast the transpose of a matrix, if kernels can write both layouts. Not supported with
+            `groups`.
 
     Returns:
-        The cast; its scales have the shape `blocks.scale_shape(x.shape, block)`.
+        The cast. Its scales have the shape `blocks.scale_shape(x.shape, block)`.
     """
     if block == (0, 0):  # each matrix is one row
         rows = quantize_dynamic(x.flatten(-2), fmt, policy, (1, 0))
@@ -235,13 +234,13 @@ def quantize_dynamic(
         if block is None and _is_matrix(x):
             return _both_tensorwise(x, fmt, policy)
         if block == (1, 0) and has_both(x):
-            # A compiler's kernel for both loops over rows: it keeps float32 values in memory meanwhile, and stores
+            # A compiled kernel for both layouts loops over rows, writes float32 values to memory in between, and stores
             # transposed codes byte by byte.
             codes, transposed, _, scale_inv = rows_and_columns(x, fold, fmt, policy)
             return of_both(fmt, codes, transposed, *scale_inv[:, None].split(x.shape))
         if block is not None and block in BLOCKS.values() and has_both(x):
             return of_blocks(fmt, block, *blocks_both(x, fmt, policy, block[0] != 1))
-    # Of groups, a compiler would store the folded float32 values; scales of blocks it would repeat.
+    # For groups, compiled code would write the folded float32 values to memory; it would repeat the scales of blocks.
     cast: Any = _dynamic if fuses(x) and broadcasts(block) and groups is None else dynamic
     codes, scale, scale_inv = cast(x, fold, groups, fmt, policy, block)
     return _quantized(codes, scale, scale_inv, fmt, block)
@@ -251,7 +250,7 @@ def _both_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Quant
     if not torch.compiler.is_compiling():
         return TensorwiseCast(x.shape, x.dtype, fmt, policy, with_scale=True)(x)
     # The amax is fused into the computation of x. One launch that writes both layouts moves fewer bytes than compiled
-    # code: that casts again for the backward.
+    # code, which casts again for the backward.
     codes, transposed, scale, scale_inv = quantize_transposed(x, amax_of(x), fmt, policy)
     return Quantized(codes, scale_inv, fmt, None, Quantized(transposed, scale_inv, fmt, scale=scale), scale)
 
@@ -270,7 +269,7 @@ def _dynamic(
     policy: ScalePolicy,
     block: Block,
 ) -> Triple:
-    """Run `dynamic` with torch's operations."""
+    """Run `dynamic` by operations of torch."""
     value = x
     if fold is not None:
         value = as_float32(x.contiguous()) * (fold if groups is None else fold.index_select(0, groups))
@@ -279,7 +278,7 @@ def _dynamic(
         return codes.codes, codes.scale, codes.scale_inv
     largest = amax_by(value, block)
     if block is None or x.stride(-1) != 1:
-        # one launch for all; for rows in place, the kernel that finds an amax also casts
+        # One launch for all scales. For contiguous rows, the kernel that reduces a row also computes its scale.
         scale, scale_inv = scales(largest, None, fmt, policy)
     else:
         scale = numerics.scale_from_amax(largest, fmt, policy)
@@ -341,16 +340,16 @@ def dynamic(
     policy: ScalePolicy,
     block: Block,
 ) -> Triple:
-    """Return the codes of `quantize_dynamic` and its scales.
+    """Return the results of `quantize_dynamic` without the transpose.
 
-    In one layout; scales into and back from FP8.
+    They are the codes, and the scales into and back from FP8.
     """
     return _dynamic(x, fold, groups, fmt, policy, block)
 
 
 def _transposed_by_kernel(x: torch.Tensor, amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Four:
-    # an amax has no sign, so its bits are the keys of the kernels
-    cast = TensorwiseCast(x.shape, x.dtype, fmt, policy, with_scale=True, one=(1,))
+    # An amax has no sign, so its bits are the keys of the kernels.
+    cast = TensorwiseCast(x.shape, x.dtype, fmt, policy, with_scale=True, scale_shape=(1,))
     outputs: Any = cast.by(x.contiguous(), {"scale_ptr": amax.view(torch.int32).reshape(1)})
     return outputs.codes, outputs.transposed.codes, outputs.scale.view(()), outputs.scale_inv.view(())
 
@@ -360,9 +359,9 @@ def _transposed_by_kernel(x: torch.Tensor, amax: torch.Tensor, fmt: Format, poli
     _transposed_by_kernel,
 )
 def quantize_transposed(x: torch.Tensor, amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Four:
-    """Return codes [M, N] and [N, M], and scales from `amax`.
+    """Cast a matrix and its transpose with a scale computed from `amax`.
 
-    `amax` is float32; scales are scalars.
+    `amax` is a float32 scalar. Returns codes [M, N] and [N, M], and scalar scales into and back from FP8.
     """
     scale = numerics.scale_from_amax(amax, fmt, policy)
     codes = rounding.quantize(x.contiguous(), scale, fmt)
@@ -375,15 +374,16 @@ def _fake_rows_and_columns(x: torch.Tensor, fold: object, fmt: Format, policy: o
 
 
 def _rows_and_columns_by_kernels(x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, policy: ScalePolicy) -> Any:
-    kept = RowsCast(x.shape, x.dtype, fmt, policy, fold=fold is not None)
-    return kept.raw(x.contiguous(), None if fold is None else fold.contiguous())
+    planned = RowsCast(x.shape, x.dtype, fmt, policy, fold=fold is not None)
+    return planned.raw(x.contiguous(), None if fold is None else fold.contiguous())
 
 
 @operator(_fake_rows_and_columns, _rows_and_columns_by_kernels)
 def rows_and_columns(x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, policy: ScalePolicy) -> Four:
-    """Return `RowsCast.raw`.
+    """Return the results of `RowsCast.raw`.
 
-    Codes [M, N] of x * fold, codes of x^T, and scales of rows, then columns, into and back from FP8.
+    They are codes [M, N] of x * fold by rows, codes [N, M] of the transpose of x, and scales [M + N] of rows, then
+    columns, into and back from FP8.
     """
     rows = quantize_dynamic(x, fmt, policy, (1, 0), fold=fold)
     columns = quantize_dynamic(x.t().contiguous(), fmt, policy, (1, 0))
@@ -393,9 +393,9 @@ def rows_and_columns(x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, po
 
 
 def quantize_turned_rows(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Quantized:
-    """Return codes with row scales, and possibly transposed codes.
+    """Quantize with row scales; also return transposed codes if available.
 
-    If one launch writes both.
+    `transposed` of the result is set if one launch writes both layouts. x is a matrix, or a stack of matrices.
     """
     if has_both(x, stacks=True) and policy.formula != "e8m0" and launches(x, fmt, policy):
         return of_transposed_rows(fmt, *rows_with_transpose(x, fmt, policy))
@@ -413,9 +413,9 @@ def _rows_with_transpose_by_kernel(x: torch.Tensor, fmt: Format, policy: ScalePo
 
 @operator(_fake_rows_with_transpose, _rows_with_transpose_by_kernel)
 def rows_with_transpose(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Triple:
-    """Return `TransposedRowsCast.raw`.
+    """Return the results of `TransposedRowsCast.raw`.
 
-    Codes of x [..., M, N], the same [..., N, M], and scales back [..., M].
+    They are codes of x [..., M, N], the same codes transposed [..., N, M], and scales back [..., M].
     """
     cast = quantize_dynamic(x.contiguous(), fmt, policy, (1, 0))
     return cast.codes, _transposed(cast.codes), cast.scale_inv.squeeze(-1)
@@ -435,9 +435,9 @@ def _blocks_both_by_kernel(x: torch.Tensor, fmt: Format, policy: ScalePolicy, sq
 
 @operator(_fake_blocks_both, _blocks_both_by_kernel)
 def blocks_both(x: torch.Tensor, fmt: Format, policy: ScalePolicy, square: bool) -> Four:
-    """Return `BlocksCast.raw`.
+    """Return the results of `BlocksCast.raw`.
 
-    Codes [M, N] of x [M, N], codes of its transpose, and the scales back of both.
+    They are codes of x [M, N], codes of its transpose [N, M], and the scales back of both.
     """
     block = (128 if square else 1, 128)
     here, turned = (quantize_dynamic(matrix, fmt, policy, block) for matrix in (x.contiguous(), x.t().contiguous()))
@@ -448,18 +448,15 @@ def blocks_both(x: torch.Tensor, fmt: Format, policy: ScalePolicy, square: bool)
 
 
 def _scale_of_empty(x: torch.Tensor) -> torch.Tensor | None:
-    """Return scale 1 for an empty tensor, else None.
+    """Return the scale 1 for an empty tensor, else None.
 
-    Nothing is launched for it; otherwise the kernel writes the scale.
+    For an empty tensor nothing is launched that would write the scale.
     """
     return None if x.numel() else torch.ones(1, dtype=torch.float32, device=x.device)
 
 
 def _readable(x: torch.Tensor) -> bool:
-    """Return whether row kernels can read x.
-
-    x must be contiguous and no scalar.
-    """
+    """Return whether row kernels can read x: contiguous and no scalar."""
     return x.is_contiguous() and x.ndim >= 1
 
 
@@ -479,7 +476,7 @@ def _mx_by_kernel(x: torch.Tensor, fmt: Format, mode: str) -> Pair:
 def quantize_mx(x: torch.Tensor, fmt: Format, mode: str) -> Pair:
     """Return MX codes [..., N] and E8M0 scales.
 
-    Scales are [..., ceil(N / 32)] in torch.float8_e8m0fnu.
+    The scales are torch.float8_e8m0fnu [..., ceil(N / 32)].
     """
     largest = amax_by(x, MX_BLOCK)
     scales = numerics.e8m0_from_amax(largest, fmt, mode)

@@ -27,21 +27,23 @@ from fp8_common.testing.certify import GRADIENT, Cast, Subject, Trace, casts_of
 from fp8_common.testing.compare import as_numpy
 
 WORLDS = (1, 2, 3)
+"""Numbers of ranks of the tested meshes."""
 SECONDS = 300
+"""Time limit of a mesh."""
 RATE = 2.0**-6
-"""Of the optimizer: exact in every dtype."""
+"""Learning rate of the optimizer, exact in all dtypes."""
 State = tuple[nn.Module, torch.optim.Optimizer]
 
 
 class Function(nn.Module):
-    """A function of a tensor as a module."""
+    """Module that calls a function of a tensor."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.function = function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the function's result."""
+        """Return the result of the function."""
         return self.function(x)
 
 
@@ -54,16 +56,18 @@ def subject(
     state: Callable[[nn.Module], Mapping[str, Any]] = lambda model: {"model": model},
     pool: Executor | None = None,
 ) -> Subject:
-    """Return a model as a certification subject, without changing it.
+    """Return a model as a subject for `certify`, without changing it.
 
     Args:
-        model: A module, or a function of a tensor.
-        inputs: [examples, tokens, ...].
-        build: Makes the model again in another process, which unpickles it; without it the model is pickled.
-        casts: Casts into FP8 by name; None uses the casts of FP8 layers, from their recipes. For a function whose
-            result has its input's shape, None uses the function.
-        state: Returns the saved objects, with `state_dict` and `load_state_dict`, by name; the optimizer is added.
-        pool: From `ranks()`, to use one for several models.
+        model: Module, or function of a tensor.
+        inputs: Tensor [examples, tokens, ...].
+        build: Function that creates the model in other processes, for "mesh-invariant"; it must be picklable. None
+            pickles the model.
+        casts: Casts into FP8 by name. None uses the casts of the recipes of FP8 layers, or if `model` is a function,
+            the function; its result must then have the shape of its input.
+        state: Function that returns the objects to save by name, each with `state_dict` and `load_state_dict`. The
+            optimizer is added.
+        pool: Processes from `ranks()`, to reuse for several models; None starts new ones.
     """
     module = model if isinstance(model, nn.Module) else Function(model)
     if casts is None and module is model:
@@ -81,15 +85,18 @@ def subject(
         copied = copy.deepcopy(module)
         return copied, _optimizer(copied)
 
-    def step(now: State, x: NDArray[Any], counted: NDArray[np.bool_], chunks: int) -> tuple[Trace, Callable[[], State]]:
-        return trace(now[0], _tensor(x, like), torch.from_numpy(counted), chunks), lambda: _advance(*now)
+    def step(
+        current: State, x: NDArray[Any], counted: NDArray[np.bool_], chunks: int
+    ) -> tuple[Trace, Callable[[], State]]:
+        results = trace(current[0], _tensor(x, like), torch.from_numpy(counted), chunks)
+        return results, lambda: _advance(*current)
 
-    def reload(now: State) -> State:
+    def reload(current: State) -> State:
         file, loaded = io.BytesIO(), start()
-        saved, target = ({**state(each), "optimizer": optimizer} for each, optimizer in (now, loaded))
+        saved, target = ({**state(each), "optimizer": optimizer} for each, optimizer in (current, loaded))
         torch.save({name: each.state_dict() for name, each in saved.items()}, file)
         file.seek(0)
-        for name, each in torch.load(file, weights_only=True).items():  # noqa: TID251 tensors alone
+        for name, each in torch.load(file, weights_only=True).items():  # noqa: TID251 tensors only
             target[name].load_state_dict(each)
         return loaded
 
@@ -98,15 +105,13 @@ def subject(
 
 
 def trace(model: nn.Module, x: torch.Tensor, counted: torch.Tensor | None = None, chunks: int = 1) -> Trace:
-    """Return module outputs and parameter gradients of one step.
-
-    Of all modules and parameters, in one forward and backward.
+    """Return the outputs of all modules and the gradients of all parameters.
 
     Args:
-        model: Its gradients are left.
-        x: [examples, tokens, ...].
-        counted: bool [examples, tokens]: outputs that the loss counts; None counts all.
-        chunks: Micro-batches, of equal numbers of examples.
+        model: Model to run forward and backward. Gradients remain on its parameters.
+        x: Inputs [examples, tokens, ...].
+        counted: bool [examples, tokens]: outputs that count in the loss; None counts all.
+        chunks: Number of micro-batches with equal numbers of examples.
     """
     torch.manual_seed(0)
     seen: dict[str, list[torch.Tensor]] = {}
@@ -122,19 +127,19 @@ def trace(model: nn.Module, x: torch.Tensor, counted: torch.Tensor | None = None
         output = model(part)
         output = output[0] if isinstance(output, tuple) else output
         if output.requires_grad:
-            # small whole numbers, not all equal: sums of them are exact if the model's are
+            # The weights are small integers that differ: their sums are exact if the sums of the model are.
             weights = (torch.arange(output[0].numel()).reshape(output[0].shape) * 7 % 5 - 2).float()
             (output.float() * weights * mask.reshape(*mask.shape, *(1,) * (output.ndim - 2))).sum().backward()
     for hook in hooks:
         hook.remove()
     outputs = {name: as_numpy(torch.cat([_whole(part) for part in parts])) for name, parts in seen.items()}
-    # a copy: the next backward adds to a gradient in its place
+    # Gradients are copied, because the next backward adds to them in place.
     gradients = reversed([(name, each.grad) for name, each in model.named_parameters() if each.grad is not None])
     return outputs | {name + GRADIENT: as_numpy(_whole(gradient)).copy() for name, gradient in gradients}
 
 
 def train(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> Trace:
-    """Return the trace of one step that the optimizer made."""
+    """Run one training step and return its trace."""
     results = trace(model, x)
     _advance(model, optimizer)
     return results
@@ -148,13 +153,13 @@ def _advance(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 @contextmanager
 def ranks() -> Iterator[Executor]:
-    """Yield processes, as many as the largest mesh has."""
+    """Yield a pool of processes for all ranks of the largest mesh."""
     with ProcessPoolExecutor(max(WORLDS), mp_context=get_context("spawn"), initializer=_begin) as pool:
         yield pool
 
 
 def _begin() -> None:
-    logging.disable(logging.WARNING)  # the model was made here before, with all its warnings
+    logging.disable(logging.WARNING)  # the parent process has already logged the model's warnings
     torch.set_num_threads(1)
 
 
@@ -164,14 +169,14 @@ def _tensor(x: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    whole: Any = getattr(tensor, "full_tensor", None)
-    return tensor if whole is None else whole()
+    full_tensor: Any = getattr(tensor, "full_tensor", None)
+    return tensor if full_tensor is None else full_tensor()
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    # an optimizer needs at least one parameter
-    used = [each for each in model.parameters() if each.requires_grad] or [nn.Parameter(torch.zeros(()))]
-    return torch.optim.SGD(used, lr=RATE, momentum=0.5)
+    # An optimizer needs at least one parameter.
+    trained = [each for each in model.parameters() if each.requires_grad] or [nn.Parameter(torch.zeros(()))]
+    return torch.optim.SGD(trained, lr=RATE, momentum=0.5)
 
 
 def _meshes(
@@ -182,8 +187,8 @@ def _meshes(
             return _meshes(module, x, build, pool)
     try:
         model = pickle.dumps(build or module)
-    except Exception as error:  # pickling may raise anything
-        raise Fp8Error(f"other processes cannot get the model ({error}); pass build=.") from error
+    except Exception as error:  # pickling may raise any error
+        raise Fp8Error(f"the model cannot be sent to other processes ({error}); pass build=") from error
     traces: dict[str, Trace] = {}
     for world in WORLDS:
         with tempfile.TemporaryDirectory() as folder:
@@ -205,25 +210,25 @@ def _on_rank(rank: int, world: int, store: str, model: bytes, inputs: NDArray[An
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
     )
     try:
-        loaded = pickle.loads(model)  # noqa: S301 from the process that started this one
+        loaded = pickle.loads(model)  # noqa: S301 from the parent process
         module: Any = loaded if isinstance(loaded, nn.Module) else loaded()
         if any(True for _ in module.parameters()):
             for child in module.children():
                 if any(True for _ in child.parameters()):
                     fully_shard(child)
             fully_shard(module)
-            # The loss of rank 0 alone counts, and gradients are added up: a sum with zeros rounds nothing.
+            # Only the loss of rank 0 counts. Gradients are summed, and sums with zeros are exact.
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.set_gradient_divide_factor(1.0)
-                    part.set_force_sum_reduction_for_comms(True)  # gloo has no other one with a factor
+                    part.set_force_sum_reduction_for_comms(True)  # with a factor, gloo supports only sums
         optimizer = _optimizer(module)
         counted = torch.full(x.shape[:2], rank == 0)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the model's owner has seen its warnings
+            warnings.simplefilter("ignore")  # the parent process has already shown the model's warnings
             results = trace(module, x, counted)
             _advance(module, optimizer)
-            # the kind of a layer stays at the end of its name
+            # A prefix, because the suffix of a name marks gradients.
             return {**results, **{f"step 2: {layer}": value for layer, value in trace(module, x, counted).items()}}
     finally:
         dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """Private names of torch, except FSDP2's (`sharding.fsdp`).
 
-Compilers, tensor subclasses and their operators, DTensor, hooks of modules; scaled matmuls under their older names. A
-test of each shows where to look if an upgrade moved the name or changed its meaning.
+They concern compilers, tensor subclasses and their operators, DTensor, hooks of modules, and scaled matmuls under their
+older names. Each has a test, which fails if an upgrade of torch moves the name or changes its meaning.
 """
 
 import hashlib
@@ -62,43 +62,42 @@ __all__ = [
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Scaling = Literal["TensorWise", "RowWise", "BlockWise1x32", "BlockWise1x128", "BlockWise128x128"]
-"""A name of `torch.nn.functional.ScalingType`."""
+"""Name in `torch.nn.functional.ScalingType`."""
 SCALING_BY_NAME = TorchVersion(torch.__version__) >= "2.15"
-"""Whether compilers and CPUs know `torch.nn.functional.scaled_mm` and `scaled_grouped_mm`.
+"""True if compilers and CPUs support `torch.nn.functional.scaled_mm` and `scaled_grouped_mm`.
 
-Before, the operators that they supersede take the same layouts.
+In earlier versions, the private operators that they replace support the same layouts.
 """
 ROWS_INTO_ALL_DTYPES = TorchVersion(torch.__version__) >= "2.15"
-"""Whether matmuls with scales of rows by CUTLASS write float32 and float16.
+"""True if matmuls with row scales by CUTLASS can write float32 and float16.
 
-Earlier versions do not support float32, and without a bias write the bits of bfloat16 for a requested float16:
-pytorch#187569.
+Earlier versions do not support float32; for float16 without a bias they write bits of bfloat16 (pytorch#187569).
 """
 
 CHECKPOINT_PREFIX: str = _CHECKPOINT_PREFIX
-"""Inserted by torch's `checkpoint_wrapper` into the names of parameters, and removed from names in state dicts."""
+"""Prefix that torch's `checkpoint_wrapper` adds to the names of parameters; state dicts do not have it."""
 DISTRIBUTED = "_distribute_module_applied"
-"""Name that `torch.distributed.tensor.distribute_module` reads from a module before it shards its parameters."""
+"""Attribute of modules that `torch.distributed.tensor.distribute_module` reads first and sets to True at its end."""
 
 disable_compiler = _disable_dynamo
-"""`torch.compiler.disable`, importing the compiler with the first call.
+"""`torch.compiler.disable` that imports the compiler at the first call of the function.
 
-As a decorator that adds half a second to every import of these packages.
+The public decorator imports the compiler at once, which would add half a second to each import of these packages.
 """
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-"""Returns the index of the current device, once CUDA is initialized, without entering a Python function."""
+"""Function that returns the index of the current device without Python code; CUDA must be initialized."""
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
-"""The `__torch_function__` of subclasses that see operators in `__torch_dispatch__` alone."""
+"""`__torch_function__` for subclasses that implement only `__torch_dispatch__`."""
 assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
-"""Raises, without a wait, if a bool scalar is False."""
+"""Function that raises if a bool scalar is False; the host does not wait for it."""
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
-"""Copies each of the second tensors into one of the first, in one launch."""
+"""Function that copies each tensor of the second list into the tensor of the first list, in one launch."""
 
 
 @contextmanager
 def keep_versions(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Hide writes to tensors from autograd while the `with` block runs."""
-    # As `torch.autograd._unsafe_preserve_version_counter`, which calls a function for each tensor.
+    """Hide writes to tensors in this context from autograd."""
+    # Like `torch.autograd._unsafe_preserve_version_counter`, which calls a function for each tensor.
     versions = tuple([tensor._version for tensor in tensors])
     try:
         yield
@@ -107,24 +106,24 @@ def keep_versions(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def assume_constant_result(function: Function) -> Function:
-    """`torch.compiler.assume_constant_result` without importing the compiler.
+    """Mark a function whose result compilers may treat as a constant.
 
-    That decorator imports Dynamo, which would add half a second to every import of these packages.
+    Equals `torch.compiler.assume_constant_result`, which imports Dynamo and would add half a second to each import of
+    these packages.
 
     Args:
-        function: Its result depends on nothing but its arguments.
+        function: Function whose result depends only on its arguments.
     """
-    # The attribute by which Dynamo knows such functions.
+    # Dynamo recognizes such functions by this attribute.
     function._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
     return function
 
 
 def constant_of_record(function: Function) -> Function:
-    """`constant_result` for a function of a frozen dataclass, if supported.
+    """Apply `assume_constant_result` to a function of a frozen dataclass.
 
-    A compiler traces it otherwise.
-
-    torch 2.11 gives no dataclass to such a function. Traced, numbers of the dataclass may be symbols.
+    Torch before 2.13 cannot pass a dataclass to such a function. There the function is traced, and numbers of the
+    dataclass may be symbols.
     """
     return assume_constant_result(function) if TorchVersion(torch.__version__) >= "2.13" else function
 
@@ -132,26 +131,26 @@ def constant_of_record(function: Function) -> Function:
 def decompose(
     operator: CustomOpDef, function: Callable[..., Any], fake: Callable[..., Any], key: Callable[[], str], device: str
 ) -> None:
-    """Make Inductor compile `function` instead of the operator.
+    """Make Inductor compile a function instead of a call of an operator.
 
-    Unless it returns NotImplemented.
-
-    `torch.library.triton_op` does so before the graph is cut into forward and backward: equal launches are then no
-    longer found, and made again. Here the graph consists of opaque operators until both halves are done. In the
-    function `torch.compiler.is_compiling` is False. Operators that write to arguments stay opaque, and all stay opaque
-    if a torch lacks the names below.
+    The operator remains if the function returns NotImplemented, if it writes to arguments, or if this version of torch
+    lacks the names below. `torch.library.triton_op` replaces operators before the graph is divided into forward and
+    backward, which then repeats launches because equal ones are not recognized. Here the graph has opaque operators
+    until both parts are complete.
 
     Args:
-        operator: The operator.
-        function: The function for Inductor to compile.
+        operator: Operator to replace.
+        function: Function for Inductor to trace, with the arguments of the operator. `torch.compiler.is_compiling`
+            returns False in it.
         fake: The function without data, for `register_fake`.
-        key: Returns the dependences of `function` besides its arguments; code in Inductor's caches belongs to one key.
-        device: The type of the devices on which it does so.
+        key: Function that returns a key of everything but arguments on which `function` depends. Inductor's caches are
+            separate for each key.
+        device: Type of the devices for which the operator is replaced.
     """
 
     @cache
     def register() -> None:
-        # only now, because it takes seconds to import
+        # Imported here, because the import takes seconds.
         try:
             from torch._inductor.codegen.common import custom_backend_passes
             from torch._inductor.custom_graph_pass import CustomGraphModulePass
@@ -162,7 +161,7 @@ def decompose(
 
         class Key(CustomGraphModulePass):
             def __call__(self, gm: torch.fx.GraphModule) -> None:
-                """Never runs: no device has its name; only `uuid` matters."""
+                """Do nothing; only `uuid` is used, because no device has this name."""
 
             def uuid(self) -> str:
                 return key()
@@ -179,9 +178,9 @@ def decompose(
             given = list(flat)
             for place, tensor in zip(places, tensors, strict=True):
                 given[place] = tensor
-            own_args, own_kwargs = pytree.tree_unflatten(given, spec)
+            new_args, new_kwargs = pytree.tree_unflatten(given, spec)
             with _as_in_eager_mode():
-                return function(*own_args, **own_kwargs)
+                return function(*new_args, **new_kwargs)
 
         nodes = [flat[place] for place in places]
         fakes = [node.meta["val"] for node in nodes]
@@ -192,7 +191,7 @@ def decompose(
         match.replace_by_example(trace, nodes, run_functional_passes=False)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        # Dynamo calls this before it looks in a cache.
+        # Dynamo calls this function before Inductor looks into its caches.
         if any(isinstance(each, torch.Tensor) and each.device.type == device for each in args):
             register()
         return fake(*args, **kwargs)
@@ -211,19 +210,18 @@ def _as_in_eager_mode() -> Iterator[None]:
 
 
 def keep_address(x: torch.Tensor) -> None:
-    """Mark `x` as static in memory for compilers.
+    """Promise compilers that the address of a tensor does not change.
 
-    Programs that write to it may then become CUDA graphs.
-
-    Equals `torch._dynamo.mark_static_address`, without importing the compiler.
+    Compiled code that writes to the tensor can then become a CUDA graph. Equals `torch._dynamo.mark_static_address`
+    without importing the compiler.
     """
     x._dynamo_static_input_type = "unguarded"  # pyrefly: ignore[missing-attribute]
 
 
 def in_function_transform() -> bool:
-    """Return whether `torch.func` transforms the current code.
+    """Return whether a `torch.func` transform is active, such as vmap or grad.
 
-    vmap, grad, jvp and others; False under a compiler.
+    Under a compiler, the result is False.
     """
     return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
 
@@ -232,12 +230,12 @@ def in_function_transform() -> bool:
 def multiplies_bfloat16() -> bool:
     """Return whether this processor has bfloat16 units.
 
-    Without them float32 matmuls are many times faster.
+    Without them, float32 matmuls are many times faster than bfloat16 ones.
     """
     capabilities = getattr(torch.cpu, "get_capabilities", None)
     if capabilities is None:  # before torch 2.12
         return torch.cpu._is_avx512_bf16_supported()
-    return any(capabilities().get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))  # the last one of Arm
+    return any(capabilities().get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))  # "bf16" on Arm
 
 
 def scaled_mm(
@@ -250,11 +248,16 @@ def scaled_mm(
     out_dtype: torch.dtype,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """Return codes a [M, K] @ b [K, N], scaled, in `out_dtype`.
+    """Return the matmul of FP8 codes, scaled, in `out_dtype`.
 
-    b is column-major; scales go back from FP8.
-
-    Scales are float32; scales of 1x32 blocks are E8M0, in cuBLAS's order.
+    Args:
+        a: Codes [M, K], row-major.
+        b: Codes [K, N], column-major.
+        a_inv: Scales of `a` back from FP8: float32, or E8M0 in cuBLAS's order for 1x32 blocks.
+        b_inv: Scales of `b` back from FP8.
+        scaling: Granularities of both scales.
+        out_dtype: dtype of the result [M, N].
+        use_fast_accum: Whether the tensor cores may accumulate with fewer bits.
     """
     if not SCALING_BY_NAME:
         return torch._scaled_mm(a, b, a_inv, b_inv, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
@@ -274,9 +277,10 @@ def scaled_grouped_mm(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> torch.Tensor:
-    """Return matmuls of row groups, or over them, with row scales.
+    """Return grouped matmuls of FP8 codes with row scales, in `out_dtype`.
 
-    `offsets` are int32 [groups].
+    `offsets`, int32 [groups], are the ends of the groups: of rows of `a`, with a stack of matrices `b`, or of the
+    contracted dimension of both matrices.
     """
     options: Any = {"offs": offsets, "use_fast_accum": use_fast_accum}
     if not SCALING_BY_NAME:
@@ -288,14 +292,12 @@ def scaled_grouped_mm(
 
 
 def wrapper_of(cls: type, inner: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    """Return a tensor of subclass `cls` with `inner`'s metadata.
-
-    It has no memory.
+    """Return a wrapper subclass with a tensor's metadata and no memory.
 
     Args:
-        cls: A subclass with a `__torch_dispatch__`.
-        inner: The wrapped tensor; `cls` must keep it.
-        dtype: The dtype that autograd and FSDP2 see; by default `inner`'s.
+        cls: Subclass with a `__torch_dispatch__`.
+        inner: Wrapped tensor; the caller must store it in the result.
+        dtype: dtype for autograd and FSDP2; default: that of `inner`.
     """
     return torch.Tensor._make_wrapper_subclass(
         cls,
@@ -309,10 +311,10 @@ def wrapper_of(cls: type, inner: torch.Tensor, *, dtype: torch.dtype | None = No
 
 
 def written_tensors(func: OpOverload, args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
-    """Yield every tensor among the arguments that `func` writes to.
+    """Yield the tensor arguments that an operator writes to.
 
-    By the operator's schema, so that unknown in-place operators are recognized as well. Collectives of
-    torch.distributed have no such marks: all except `send` write to their first argument and to nothing else.
+    They are taken from the schema, so that unknown in-place operators are recognized, too. Collectives of
+    torch.distributed are not marked in their schemas: all except `send` write to their first argument only.
     """
     if func.namespace == "c10d":
         outputs = () if func is torch.ops.c10d.send.default else args[:1]
@@ -328,89 +330,87 @@ def written_tensors(func: OpOverload, args: tuple, kwargs: dict) -> Iterator[tor
 
 
 def is_in_place(func: OpOverload) -> bool:
-    """Return whether the operator writes to an argument."""
+    """Return whether an operator writes to an argument."""
     return func._schema.is_mutable
 
 
 def is_view(func: OpOverload) -> bool:
-    """Return whether the operator's results alias an argument without writing to it."""
+    """Return whether an operator's results are views of arguments."""
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def stable_hash(tensor: torch.Tensor, *described: object) -> str:
-    """Return a hash of metadata and `described` for compiler caches.
+    """Return a hash of metadata for compiler caches.
 
-    `described` are tensors or plain values.
+    Args:
+        tensor: Tensor whose metadata are included.
+        described: Further tensors, whose metadata are included, or plain values.
     """
     text = repr([_metadata(each) if isinstance(each, torch.Tensor) else each for each in (tensor, *described)])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def local_of(tensor: Any) -> Any:
-    """Return a DTensor's local tensor, or any other object unchanged.
-
-    The local tensor is the object that it holds.
-    """
-    # Not `to_local`, which goes through autograd and may return another object.
+    """Return the local tensor of a DTensor, or any other object unchanged."""
+    # `to_local` goes through autograd and may return another object than the one that the DTensor holds.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def map_local(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Apply `change` to a tensor or a DTensor's local part.
+    """Apply a function to a tensor, or to a DTensor's local tensor.
 
-    The DTensor keeps its placements.
+    The result of a DTensor is a DTensor with the same mesh and placements.
     """
     return distributed_like(tensor, change(local_of(tensor)), requires_grad=tensor.requires_grad)
 
 
 def distributed_like(tensor: torch.Tensor, local: torch.Tensor, *, requires_grad: bool = False) -> torch.Tensor:
-    """Return `local`, distributed like `tensor`, without a copy.
+    """Return a local tensor distributed like another tensor, without a copy.
 
-    A DTensor with its mesh, placements and shape, if it is one.
+    If `tensor` is a DTensor, the result is a DTensor with its mesh, placements and shape; otherwise it is `local`.
     """
     if not isinstance(tensor, DTensor):
         return local
     spec = tensor._spec
-    # operators of DTensor read the dtype from the spec
+    # Operators of DTensor read the dtype from the spec.
     meta = None if spec.tensor_meta is None else spec.tensor_meta._replace(dtype=local.dtype)
-    # the constructor and not `from_local`, an autograd function that takes a view of its argument
+    # The constructor is used, because `from_local` is an autograd function that makes a view of its argument.
     return DTensor(local, type(spec)(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=requires_grad)
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the base of a view, None for other tensors."""
+    """Return the base of a view, or None for other tensors."""
     return tensor._base
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return a tensor's version, the number of writes.
+    """Return the version of a tensor, which counts in-place writes.
 
-    Tensors made in inference mode do not count.
+    Tensors created in inference mode have no version; the result is 0.
     """
     return 0 if tensor.is_inference() else tensor._version
 
 
 def timeout_of(group: dist.ProcessGroup) -> Any:
-    """Return a process group's timeout, None if unknown."""
+    """Return the timeout of a process group, or None if unknown."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
 
 
 def state_dict_hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return a module's state-dict hooks by id.
+    """Return the state-dict hooks of a module, by id.
 
-    After its state dict was made, before that, and before a load.
-
-    Deleting from one of these removes the hook.
+    The three dictionaries have the hooks that run after and before `state_dict`, and before a load. Deleting an entry
+    removes the hook.
     """
     return module._state_dict_hooks, module._state_dict_pre_hooks, module._load_state_dict_pre_hooks
 
 
 def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return a module's forward hooks by id.
+    """Return the forward hooks of a module, by id.
 
-    Before and after its forward; deleting from one removes the hook.
+    The two dictionaries have the hooks that run before and after the forward. Deleting an entry removes the hook.
     """
     return module._forward_pre_hooks, module._forward_hooks
 

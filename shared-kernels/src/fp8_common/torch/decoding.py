@@ -1,4 +1,7 @@
-"""Values of FP8 codes: by kernel, torch operations, or operator."""
+"""Dequantization of FP8 codes: `values`, `dequantize` and `dequantize_mx`.
+
+Each is an `operator`; see `_operators` for the implementations.
+"""
 
 import torch
 
@@ -19,17 +22,17 @@ values = operator(
 def _block_of_kernel(
     q: torch.Tensor, scale_inv: torch.Tensor, fmt: object, dtype: object, block: Block = None
 ) -> tuple[int, int] | None:
-    """Return the block of the kernel that decodes `q`, or None."""
+    """Return the block size for the kernel; None without a kernel."""
     if not q.is_contiguous() or q.ndim == 0:
         return None
     if block is not None:
-        # Scales of another shape go to `split_blocks`, which raises the error.
+        # With scales of a wrong shape, the reference raises an error in `split_blocks`.
         fits = tuple(scale_inv.shape) == scale_shape(q.shape, block) and block[1] == 128
         return block if fits and (block[0] == 1 or q.ndim == 2) else None
     rows, columns = (max(size, 1) for size in matrix_of(q))
     if scale_inv.ndim == q.ndim and scale_inv.shape == (*q.shape[:-1], 1):
         return 1, columns
-    # A block as large as the matrix stands for one scale.
+    # A single scale is a block as large as the matrix.
     return (rows, columns) if scale_inv.numel() == 1 and scale_inv.ndim <= q.ndim else None
 
 
@@ -52,11 +55,11 @@ def dequantize(
     """Return q * scale_inv, computed in float32 and rounded to `dtype`.
 
     Args:
-        q: uint8 or float8 codes.
-        scale_inv: float32 back from FP8, broadcasts to `q`; with `block`, one for each block.
-        fmt: The format.
-        dtype: That of the result.
-        block: Elements per scale, if scales do not broadcast.
+        q: uint8 or float8 codes, any shape.
+        scale_inv: Scales back from FP8, float32, broadcastable to `q`; with `block`, one per block.
+        fmt: FP8 format.
+        dtype: dtype of the result.
+        block: Block size of the scales; None if they broadcast.
     """
     if block is not None:
         return dequantize(*split_blocks(q, scale_inv, block), fmt, dtype).view(q.shape)
@@ -75,11 +78,11 @@ def _mx_by_kernel(q: torch.Tensor, scales: torch.Tensor, fmt: Format, dtype: tor
     lambda q, scales, *_: q.is_contiguous() and q.ndim and tuple(scales.shape) == scale_shape(q.shape, MX_BLOCK),
 )
 def dequantize_mx(q: torch.Tensor, scales: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
-    """Return `q` times E8M0 `scales` of 32-blocks in `dtype`.
+    """Return the values of MX codes in `dtype`; exact in float32.
 
-    Scales are uint8 or float8; exact in float32.
+    `q` are codes [..., N], `scales` E8M0 scales back [..., ceil(N / 32)], both uint8 or float8.
     """
-    # bfloat16 has the exponents of float32, so the result is rounded once in either
+    # bfloat16 has the exponents of float32, so the result is rounded only once with either dtype.
     exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     scale_inv = numerics.scale_inv_of_e8m0(scales.view(torch.uint8)).to(exact)
     values_of_blocks, blocks_inv = split_blocks(rounding.values(q, fmt, exact), scale_inv, MX_BLOCK)

@@ -1,6 +1,6 @@
-"""Delayed scaling on tensors: observations, and steps of all histories.
+"""Delayed scaling on tensors: observations and steps of histories.
 
-On a GPU `roll_histories` is one launch for all tensors that share a rule.
+On a GPU, `roll_histories` is one launch for all tensors that share a policy.
 """
 
 from collections.abc import Sequence
@@ -22,31 +22,28 @@ from fp8_common.torch.numerics import amax_bits, torch_dtype
 from fp8_common.torch.planned_casts import TensorwiseCast
 
 UNOBSERVED = -1
-"""Bits of an operand that was not observed; below every amax, so that MAX ignores it."""
+"""Bits of an amax that was not observed. They are below the bits of any amax, so that MAX ignores them."""
 
 
 def observed_bits(amax: torch.Tensor) -> torch.Tensor:
-    """Return int32 bits of `amax`, UNOBSERVED if not finite.
-
-    `amax` is float32; infinite and NaN ones are not recorded.
-    """
+    """Return the int32 bits of float32 amax, `UNOBSERVED` if not finite."""
     bits = amax_bits(amax)
-    # Marked before ranks are combined by MAX: an infinity on one rank must not hide the others' observations.
+    # Marked before the MAX over ranks: an infinity on one rank must not hide other ranks' observations.
     return torch.where(bits >= INF_KEY, UNOBSERVED, bits)
 
 
 def fitting(ready: torch.Tensor, scale: torch.Tensor, dynamic: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return where delayed scales are ready and fit.
+    """Return where delayed scales are ready and fit the amax.
 
-    They clip no more than the format rounds, and waste no range.
+    A scale fits if it clips no more than the format rounds, and uses at least half of the range.
 
     Args:
-        ready: bool [n] or scalar.
-        scale: float32 of the same shape, from earlier steps.
-        dynamic: float32 of the same shape, from the present amax.
-        fmt: Of the operands.
+        ready: Whether a scale is available, bool [n] or scalar.
+        scale: Scales from earlier steps, float32 of the same shape.
+        dynamic: Scales from the current amax, float32 of the same shape.
+        fmt: Format of the operands.
     """
-    # half a unit of the last place: 1 + 2^-4 for E4M3, 1 + 2^-3 for E5M2
+    # half a unit in the last place: 1 + 2^-4 for E4M3, 1 + 2^-3 for E5M2
     bound = 1 + 2.0 ** -(fmt.mantissa_bits + 1)
     return ready & (scale <= bound * dynamic) & (2 * scale >= dynamic)
 
@@ -54,16 +51,19 @@ def fitting(ready: torch.Tensor, scale: torch.Tensor, dynamic: torch.Tensor, fmt
 def roll_histories(
     history: torch.Tensor, bits: torch.Tensor, scale: torch.Tensor, casts: Sequence[CastRecipe]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return histories and scales after an observed step.
+    """Roll histories after a step, and compute the next scales.
 
     Args:
-        history: float32 [L, T], slot 0 the newest.
-        bits: int32 [T]: the step's observations; entries below 0 count as 0.
-        scale: float32 [T]: the scales into FP8 of the step.
-        casts: T casts that share one policy.
+        history: float32 [L, T]; slot 0 is the newest.
+        bits: Amax bits of the step, int32 [T]. Entries below 0 count as 0.
+        scale: Scales into FP8 of the step, float32 [T].
+        casts: Recipes of the T casts, which share one policy.
+
+    Returns:
+        The rolled history [L, T] and the next scales into FP8 [T].
     """
     formats = ",".join([cast.format for cast in casts])
-    # UNOBSERVED has the bits of a NaN.
+    # UNOBSERVED would be the bits of a NaN.
     amax = bits.clamp(min=0).view(torch.float32)
     rolled, following = delayed_update(history, amax, scale, formats, casts[0].policy)
     return rolled, following
@@ -73,17 +73,17 @@ def roll_histories(
 def delayed_update(
     history: torch.Tensor, amax: torch.Tensor, scale: torch.Tensor, formats: str, policy: ScalePolicy
 ) -> list[torch.Tensor]:
-    """Return the rolled history and the next scales.
+    """Return the rolled history [L, T] and the next scales [T].
 
     Args:
-        history: float32 [L, T], slot 0 the newest.
-        amax: float32 [T], observed in this step; infinite and NaN ones are not recorded.
-        scale: float32 [T]: the scales into FP8 of this step.
-        formats: The names of the T formats, with commas between.
-        policy: The rule that all share.
+        history: float32 [L, T]; slot 0 is the newest.
+        amax: Amax of this step, float32 [T]. Infinite and NaN entries are not recorded.
+        scale: Scales into FP8 of this step, float32 [T].
+        formats: Names of the T formats, separated by commas.
+        policy: Rule for all scales.
     """
     names = tuple(formats.split(","))
-    # All or none: one launch handles every tensor, in any format.
+    # All or none: one launch processes all tensors, in any format.
     if all(triton.takes(amax, get_data_format(name), policy) for name in set(names)):
         return list(update_by_kernel(history, amax, scale, _numerators(names, policy, amax.device), policy)[:2])
     window, largest = numerics.update_history(history, amax, policy.algo)
@@ -93,16 +93,17 @@ def delayed_update(
 def update_by_kernel(
     history: torch.Tensor, amax: torch.Tensor, scale: torch.Tensor, fmax: torch.Tensor, policy: ScalePolicy
 ) -> tuple[torch.Tensor, ...]:
-    """Return rolled history [L, T], scales and reciprocals [T].
-
-    float32, in one launch.
+    """Return the rolled history, next scales and reciprocals, in one launch.
 
     Args:
         history: float32 [L, T].
-        amax: float32 [T]: this step's amax.
-        scale: float32 [T]: the scales into FP8 of this step.
-        fmax: float32 [T]: numerators, from `scale_rule(fmt, policy)[0]` of each tensor's format.
-        policy: The rule; its `algo` reduces the history.
+        amax: Amax of this step, float32 [T].
+        scale: Scales into FP8 of this step, float32 [T].
+        fmax: Numerators, float32 [T]: `scale_rule(fmt, policy)[0]` for each tensor's format.
+        policy: Rule for all scales; its `algo` reduces the history.
+
+    Returns:
+        float32 [L, T], [T] and [T].
     """
     length, tensors = history.shape
     plan = triton.plans().delayed_update(tensors, length, policy)
@@ -114,12 +115,12 @@ def update_by_kernel(
 def _scales_by_format(
     amax: torch.Tensor, names: tuple[str, ...], policy: ScalePolicy, prev: torch.Tensor
 ) -> torch.Tensor:
-    # The scale rule depends on the format, so every format computes all scales and keeps its own; there are two or so.
+    # The scale depends on the format: all scales are computed for each format, and selected. There are few formats.
     first, *others = dict.fromkeys(names)
     result = scale_from_amax(amax, get_data_format(first), policy, prev=prev)
     for name in others:
         scale_of_format = scale_from_amax(amax, get_data_format(name), policy, prev=prev)
-        # fake tensors go with fake ones, of which nothing may be left in a cache
+        # Fake tensors need a fake mask, which must not be cached.
         has_format = _has_format.__wrapped__ if isinstance(amax, FakeTensor) else _has_format
         result = torch.where(has_format(names, name, amax.device), scale_of_format, result)
     return result
@@ -127,12 +128,9 @@ def _scales_by_format(
 
 @cache
 def _numerators(names: tuple[str, ...], policy: ScalePolicy, device: torch.device) -> torch.Tensor:
-    """Return the scales' numerators [T], sent to the device once.
-
-    They are float32.
-    """
-    # Cached: a transfer in every step would stall the host, and cannot be captured in a CUDA graph. Without a limit: a
-    # graph points to it, and there is one for each list of formats, which is a few bytes for each operand of a model.
+    """Return the numerators of scales, float32 [T], cached on the device."""
+    # Cached, because a transfer in each step stalls the host and cannot be captured in a CUDA graph. The cache has no
+    # limit, because graphs point to its tensors. It has one entry per list of formats, a few bytes per operand.
     triton.refuse_in_capture(device, "a list of formats")
     return torch.tensor(
         [triton.plans().scale_rule(name, policy)[0] for name in names], dtype=torch.float32, device=device
@@ -141,7 +139,7 @@ def _numerators(names: tuple[str, ...], policy: ScalePolicy, device: torch.devic
 
 @cache
 def _has_format(names: tuple[str, ...], name: str, device: torch.device) -> torch.Tensor:
-    """Return bool [T]: whether `names` equal `name`, sent once."""
+    """Return whether each of `names` equals `name`, bool [T], cached."""
     triton.refuse_in_capture(device, "a list of formats")
     return torch.tensor([other == name for other in names], device=device)
 
@@ -156,8 +154,8 @@ def _cast_by_kernel(
     policy: ScalePolicy,
     fits: bool,
 ) -> tuple[torch.Tensor, ...]:
-    cast = TensorwiseCast(x.shape, x.dtype, fmt, policy, with_scale=True, one=(1,))
-    # an amax has no sign, so its bits are the keys of the kernels
+    cast = TensorwiseCast(x.shape, x.dtype, fmt, policy, with_scale=True, scale_shape=(1,))
+    # An amax has no sign, so its bits are the keys of the kernels.
     given = {"scale_ptr": amax.view(torch.int32).reshape(1), "delayed_ptr": delayed, "ready_ptr": ready}
     outputs: Any = cast.by(x.contiguous(), given if late is None else given | {"late_ptr": late}, fits)
     return outputs.codes, outputs.transposed.codes, outputs.scale.view(()), outputs.scale_inv.view(())
@@ -180,19 +178,20 @@ def cast_delayed(
     policy: ScalePolicy,
     fits: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return codes [M, N] and [N, M], and scalar scales.
-
-    Scales into and back from FP8.
+    """Cast a matrix and its transpose with a delayed scale, if usable.
 
     Args:
-        x: The matrix.
-        amax: float32, of x.
-        delayed: float32 scalar, the scale of earlier steps.
-        ready: bool scalar, whether there is one.
-        late: bool scalar, whether it must no longer be used; None skips the check.
-        fmt: The format.
-        policy: The rule for another scale.
-        fits: Whether the scale of earlier steps must fit x.
+        x: Matrix [M, N].
+        amax: Amax of x, float32 scalar.
+        delayed: Scale from earlier steps, float32 scalar.
+        ready: Whether the delayed scale is available, bool scalar.
+        late: Whether the delayed scale must no longer be used, bool scalar; it is then NaN. None skips the check.
+        fmt: FP8 format.
+        policy: Rule for the scale from `amax`, which replaces an unusable delayed scale.
+        fits: Whether the delayed scale must fit `amax`.
+
+    Returns:
+        Codes [M, N] and [N, M], and scalar scales into and back from FP8.
     """
     dynamic = numerics.scale_from_amax(amax, fmt, policy)
     usable = fitting(ready, delayed, dynamic, fmt) if fits else ready

@@ -1,9 +1,9 @@
 """Amax and casts of many tensors, one launch per dtype.
 
-FSDP shards are many, small and odd-sized; some are empty. A table on the device lists them by address. It is sent once
-and cached while the same tensors come again, which is every step of training; where results go is no part of it. A
-CUDA graph can therefore capture the launches after a step with the same tensors, and its tables are kept for good. Both
-are operators to compilers. Elsewhere than on a GPU they cast one tensor after the other.
+FSDP shards are many, small and of odd sizes; some are empty. A table on the device lists them by address. It is sent
+once and cached for later steps with the same tensors; it does not contain the addresses of results. So a CUDA graph can
+capture the launches after a step with the same tensors. Tables that a graph uses are never removed. For compilers,
+`foreach_amax` and `foreach_quantize` are operators. On other devices than GPUs, tensors are processed one by one.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,17 +23,19 @@ from fp8_common.torch.numerics import amax_each, torch_dtype
 T = TypeVar("T")
 
 TABLES_KEPT = 64
-"""Size of the cache of tables that no CUDA graph uses."""
+"""Maximum number of cached tables, without those that CUDA graphs use."""
 
 
 class TableRows(NamedTuple):
-    """Key of a table, for tensors of one dtype.
+    """Contents of a table for tensors of one dtype.
+
+    They are the key of the cache of tables.
 
     Attributes:
-        addresses: Of the tensors.
-        sizes: Their elements.
-        offsets: Where their results begin in the buffer of all; none for an amax.
-        places: Their positions in the whole list; none if they are the whole list.
+        addresses: Address of each tensor.
+        sizes: Number of elements of each tensor.
+        offsets: Offset of each result in the common buffer; empty for an amax.
+        places: Position of each tensor in the whole list; empty if the whole list has one dtype.
     """
 
     addresses: tuple[int, ...]
@@ -47,9 +49,9 @@ class Table(NamedTuple):
 
     Attributes:
         tensors: Inputs of the kernels, by argument name.
-        places: int64, the positions in the whole list; None if it holds all.
-        programs: How many programs the list takes.
-        aligned: Whether all addresses are multiples of 16.
+        places: Position of each tensor in the whole list, int64; None if the whole list has one dtype.
+        programs: Number of programs of a launch.
+        aligned: Whether the addresses of all non-empty tensors are multiples of 16.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -59,7 +61,7 @@ class Table(NamedTuple):
 
 
 def alike(items: Iterable[T], rule: Callable[[T], object]) -> list[list[T]]:
-    """Return lists of items with equal rules, for batched operations."""
+    """Group items with equal values of `rule`, in order of first occurrence."""
     groups: dict[object, list[T]] = {}
     for item in items:
         groups.setdefault(rule(item), []).append(item)
@@ -67,23 +69,24 @@ def alike(items: Iterable[T], rule: Callable[[T], object]) -> list[list[T]]:
 
 
 def amax_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return int32 bits of max |x| of each tensor.
-
-    [len(tensors)]; 0 for an empty one.
+    """Return the float32 bits of max |x| of each tensor.
 
     Args:
-        tensors: float16, bfloat16 or float32, any shapes, all on one device; at least one.
+        tensors: At least one tensor, float16, bfloat16 or float32, any shapes, all on one device.
+
+    Returns:
+        int32 [len(tensors)]; 0 for an empty tensor.
     """
     return foreach_amax(list(tensors))
 
 
 def quantize(tensors: Sequence[torch.Tensor], scales: torch.Tensor, fmt: Format) -> list[torch.Tensor]:
-    """Return fp8(x * scale) for each tensor and its scale.
+    """Quantize each tensor with its scale.
 
     Args:
-        tensors: float16, bfloat16 or float32, any shapes, all on one device; at least one.
-        scales: float32 [len(tensors)].
-        fmt: The format of the results.
+        tensors: At least one tensor, float16, bfloat16 or float32, any shapes, all on one device.
+        scales: Scales into FP8, float32 [len(tensors)].
+        fmt: FP8 format.
 
     Returns:
         Contiguous tensors of the shapes of `tensors`; they may share one buffer.
@@ -98,13 +101,13 @@ def foreach_amax(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return `amax_bits`."""
     if not triton.takes(tensors[0]):
         return bits_of(amax_each(tensors))
-    # 0 stands for an empty tensor, for which no program runs.
+    # An empty tensor, for which no program runs, keeps the bits 0.
     bits = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
     for dtype, places in _by_dtype(tensors).items():
-        # Kept in a list until after the launch: the table holds addresses, which keep no tensor alive.
+        # The list keeps the tensors alive until after the launch: the table has only their addresses.
         dense = [tensors[i].contiguous() for i in places]
         table = _table(_rows(dense, (), places, len(tensors)), bits.device)
-        # The usual list has one dtype; then the kernel writes the result itself.
+        # Usually the list has one dtype. The kernel then writes to the result directly.
         maxima = bits if table.places is None else bits.new_zeros(len(places))
         name = triton.name_of(dtype)
         plan = triton.plans().foreach_amax(table.programs, len(maxima), name, aligned=table.aligned)
@@ -116,15 +119,15 @@ def foreach_amax(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 @operator(lambda tensors, scales, fmt: tensors[0].new_empty(sum(_padded_sizes(tensors)), dtype=torch_dtype(fmt)))
 def foreach_quantize(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the codes of all tensors, concatenated.
+    """Return the codes of all tensors in one buffer.
 
-    Each starts at a multiple of 16.
+    The codes of each tensor begin at a multiple of 16 elements.
     """
-    # One buffer and not a list of parts: the outputs of an operator must not share memory.
+    # The result is one buffer, because the outputs of an operator must not share memory.
     first = tensors[0]
     *offsets, total = accumulate(_padded_sizes(tensors), initial=0)
     if not triton.takes(first, fmt):
-        # Zeros where the kernels leave padding unwritten; made as uint8, because few operations know float8.
+        # The padding is zero here; kernels do not write it. Allocated as uint8, because few operations support float8.
         buffer = first.new_zeros(total, dtype=torch.uint8).view(torch_dtype(fmt))
         for part, x, scale in zip(_parts(buffer, tensors), tensors, scales.unbind(), strict=True):
             part.copy_(rounding.quantize(x, scale, fmt))
@@ -141,9 +144,9 @@ def foreach_quantize(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: For
 
 
 def _padded_sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return padded sizes of tensors, multiples of 16.
+    """Return the sizes of tensors, rounded up to multiples of 16.
 
-    Every part then starts aligned for 16-byte stores.
+    Each part of the buffer is then aligned for stores of 16 bytes.
     """
     return [-(-x.numel() // 16) * 16 for x in tensors]
 
@@ -155,7 +158,7 @@ def _parts(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.
 
 
 def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[int]]:
-    # A kernel is compiled for one dtype, so each gets a launch.
+    # A kernel is compiled for one dtype, so there is one launch per dtype.
     places: dict[torch.dtype, list[int]] = {}
     for i, x in enumerate(tensors):
         places.setdefault(x.dtype, []).append(i)
@@ -168,7 +171,7 @@ def _rows(dense: Sequence[torch.Tensor], offsets: Sequence[int], places: Sequenc
 
 
 def _table(rows: TableRows, device: torch.device) -> Table:
-    # A graph points to its tables while it lives, which is unknown here.
+    # A graph refers to its tables as long as it exists, which is unknown here.
     return _kept_for_graphs(rows, device) if triton.is_capturing(device) else _cached(rows, device)
 
 
@@ -179,23 +182,20 @@ def _kept_for_graphs(rows: TableRows, device: torch.device) -> Table:
 
 @lru_cache(maxsize=TABLES_KEPT)
 def _cached(rows: TableRows, device: torch.device) -> Table:
-    """Copy addresses, lengths and chunks to the device.
-
-    In two transfers.
-    """
-    # Cached by addresses and sizes, which is all that it holds: a new tensor at an old address needs the same table.
+    """Create a table on the device, with two transfers."""
+    # Cached by its contents, addresses and sizes: a new tensor at an old address needs the same table.
     triton.refuse_in_capture(device, "a table of tensors that no earlier step had, or not at these addresses,")
     tensor, chunk = triton.plans().foreach_chunks(list(rows.sizes))
     columns = {"ptrs_ptr": rows.addresses, "numel_ptr": rows.sizes, "places": rows.places}
-    if rows.offsets:  # an amax has none
+    if rows.offsets:  # empty for an amax
         columns["offset_ptr"] = rows.offsets
-    # All columns of one width are sent as one tensor: a copy to the device costs its latency, not its bytes.
-    wide = torch.tensor([v for column in columns.values() for v in column], dtype=torch.int64, device=device)
-    narrow = torch.tensor([*tensor, *chunk], dtype=torch.int32, device=device)
-    tensors = dict(zip(columns, wide.split([len(c) for c in columns.values()]), strict=True))
-    tensors["tensor_ptr"], tensors["chunk_ptr"] = narrow.split([len(tensor), len(chunk)])
+    # All columns of the same dtype are sent as one tensor: the cost of a copy to the device is its latency.
+    values64 = torch.tensor([v for column in columns.values() for v in column], dtype=torch.int64, device=device)
+    values32 = torch.tensor([*tensor, *chunk], dtype=torch.int32, device=device)
+    tensors = dict(zip(columns, values64.split([len(c) for c in columns.values()]), strict=True))
+    tensors["tensor_ptr"], tensors["chunk_ptr"] = values32.split([len(tensor), len(chunk)])
     places = tensors.pop("places")
-    # An empty tensor may have the address 0; nothing is read there.
+    # The address of an empty tensor may be 0; nothing is read there.
     used = [address for address, size in zip(rows.addresses, rows.sizes, strict=True) if size]
     return Table(
         tensors=tensors,

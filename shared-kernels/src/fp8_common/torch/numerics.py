@@ -1,14 +1,13 @@
-"""FP8 arithmetic in torch: dtypes, amax, scales, amax history.
+"""FP8 arithmetic in torch: dtypes, amax, scales, amax history, activations.
 
-See `rounding` for rounding.
+All functions equal the NumPy functions of `fp8_common` bit for bit, and launch no kernels; `rounding` has the casts.
+The same operations run in eager mode and in compiled code. A compiler keeps more digits of a 16-bit value that it has
+just computed, and on a GPU divides approximately and flushes subnormals. Under a compiler, `as_float32` therefore reads
+values from their bits, and quotients are computed in float64.
 
-It equals the NumPy functions of `fp8_common` bit for bit, and launches no kernels. The same operations serve eager mode
-and a compiler, which keeps more digits of a 16-bit value that it has just computed, and on a GPU divides approximately
-and flushes subnormals. Compiled, `as_float32` therefore reads values as their bits, and quotients are made in float64.
-
-Maxima are computed on bits: without a sign, floats sort like the integers of their bits, NaN above infinity. An integer
-maximum is exact, keeps NaN, and does not depend on an order. The float MAX of gloo keeps or loses a NaN depending on
-the rank that has it.
+Maxima are computed on bits: without a sign, floats have the order of the integers of their bits, with NaN above
+infinity. An integer maximum is exact, preserves NaN, and does not depend on an order. The float MAX of gloo preserves
+or loses a NaN depending on the rank that has it.
 """
 
 from collections.abc import Sequence
@@ -22,13 +21,13 @@ from fp8_common.formats import E8M0, FORMATS, Format, get_format
 from fp8_common.policy import ScalePolicy
 
 INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""The dtypes that can be quantized; all convert to float32 exactly."""
+"""dtypes that can be quantized; all convert to float32 exactly."""
 
 FLOAT8_DTYPES = {getattr(torch, f.dtype_name): f for f in FORMATS.values()}
-"""The format of each float8 dtype."""
+"""Format of each float8 dtype."""
 
 _DTYPE_OF = {fmt.name: dtype for dtype, fmt in FLOAT8_DTYPES.items()}
-# Element size in bytes: the integer dtype of its bits, and the mask that clears the sign.
+# By element size in bytes: integer dtype of the bits, and mask that clears the sign.
 _BITS = {2: (torch.int16, 0x7FFF), 4: (torch.int32, KEY_MASK)}
 _EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF
 
@@ -37,10 +36,14 @@ _EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF
 
 
 def check_input_dtype(x: torch.Tensor, what: str = "x") -> torch.Tensor:
-    """Return `x`, or raise for unsupported dtypes.
+    """Return `x` if its dtype is supported.
+
+    Args:
+        x: Tensor of any shape.
+        what: Name of the argument in the error.
 
     Raises:
-        Fp8Error: `x` is not float16, bfloat16 or float32.
+        Fp8Error: If `x` is not float16, bfloat16 or float32.
     """
     if x.dtype not in INPUT_DTYPES:
         raise Fp8Error(f"{what} must be float16, bfloat16 or float32, got {x.dtype}. Convert it to float32 first.")
@@ -48,12 +51,12 @@ def check_input_dtype(x: torch.Tensor, what: str = "x") -> torch.Tensor:
 
 
 def as_float32(x: torch.Tensor, what: str = "x") -> torch.Tensor:
-    """Return `x` as exact float32.
+    """Convert a tensor to float32, exactly.
 
-    Compiled, from its bits in its own dtype.
+    Under a compiler, 16-bit values are read from their bits. Arguments are as in `check_input_dtype`.
 
     Raises:
-        Fp8Error: `x` is not float16, bfloat16 or float32.
+        Fp8Error: If `x` is not float16, bfloat16 or float32.
     """
     if x.dtype is torch.float32:
         return x
@@ -70,17 +73,17 @@ def torch_dtype(fmt: str | Format) -> torch.dtype:
     """Return the torch dtype of a format.
 
     Raises:
-        Fp8Error: Unknown format.
+        Fp8Error: If the format is unknown.
     """
-    # a Format is used directly: casts call this often
+    # Casts call this function often, so a Format is used directly.
     return _DTYPE_OF[(fmt if isinstance(fmt, Format) else get_format(fmt)).name]
 
 
 def to_uint8_codes(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return `codes` as uint8, viewing tensors of the format's own dtype.
+    """Return codes as uint8; tensors of the format's own dtype are viewed.
 
     Raises:
-        Fp8Error: The dtype is neither uint8 nor the format's own.
+        Fp8Error: If the dtype is neither uint8 nor the format's own.
     """
     native = _DTYPE_OF[fmt.name]
     if codes.dtype is native:
@@ -94,35 +97,35 @@ def to_uint8_codes(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:
-    """Return max |x| as a float32 scalar.
+    """Return max |x| as a float32 scalar, 0 for an empty tensor.
 
-    NaN wins, then infinity; 0 for an empty tensor.
+    The result is NaN if any element is NaN, else infinity if any is infinite.
     """
     if torch.compiler.is_compiling():
-        # By rows first: that becomes a part of kernels that reduce rows, such as norms.
+        # Rows are reduced first, which compilers fuse with kernels that reduce rows, such as norms.
         rows = amax_over(x, (-1,), keepdim=False) if x.ndim else x
         return amax_over(rows.reshape(-1), (0,), keepdim=False)
     return _larger(*_extremes(x))
 
 
 def amax_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return float32 max |x| of each of `tensors`, [len(tensors)].
+    """Return max |x| of each tensor, float32 [len(tensors)].
 
-    At least one tensor.
+    `tensors` must not be empty.
     """
     lows, highs = zip(*(_extremes(x) for x in tensors), strict=True)
     return _larger(torch.stack(lows), torch.stack(highs))
 
 
 def _extremes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the smallest and largest element, keeping NaN.
+    """Return the smallest and the largest element; NaN if any is NaN.
 
-    One pass without a copy of |x|.
+    This is one pass, without a copy of |x|.
     """
     if x.numel() == 0:
         zero = check_input_dtype(x).new_zeros(())
         return zero, zero
-    # A float maximum may be used here: torch's keeps NaN on one device, unlike a reduction by gloo or Triton.
+    # A float maximum is possible here: on one device torch preserves NaN, unlike a reduction by gloo or Triton.
     low, high = torch.aminmax(check_input_dtype(x))
     return low, high
 
@@ -132,7 +135,7 @@ def _larger(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
 
 
 def amax_over(x: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tensor:
-    """Return max |x| over `dims` as float32, by bits."""
+    """Return max |x| over `dims` as float32, by a maximum of bits."""
     bits = narrow_bits(x)
     if x.numel() == 0:  # torch.amax does not support a dimension of length 0
         reduced = {d % x.ndim for d in dims}
@@ -142,27 +145,25 @@ def amax_over(x: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tens
 
 
 def narrow_bits(x: torch.Tensor) -> torch.Tensor:
-    """Return bits without sign, as integers of the values' width.
+    """Return the bits of |x|, as integers of the width of x.
 
-    Values are float16, bfloat16 or float32.
-
-    Those of 16-bit values take half the memory of the bits of their float32 values.
+    x is float16, bfloat16 or float32. For 16-bit values, the bits take half the memory of float32 bits.
     """
     integer, mask = _BITS[check_input_dtype(x).element_size()]
     return x.view(integer) & mask
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors hold equal bits.
+    """Return whether two tensors of the same dtype have equal bits.
 
-    Both have one dtype; 0 and -0 differ.
+    The tensors are float16, bfloat16 or float32. 0 and -0 differ.
     """
     integer, _ = _BITS[a.element_size()]
     return a.shape == b.shape and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 
 def amax_bits(amax: torch.Tensor) -> torch.Tensor:
-    """Return float32 bits without sign, as int32 for MAX all-reduces."""
+    """Return the int32 bits of |amax| for float32 `amax`, for MAX all-reduces."""
     return amax.view(torch.int32) & KEY_MASK
 
 
@@ -172,11 +173,11 @@ def amax_bits(amax: torch.Tensor) -> torch.Tensor:
 def scale_from_amax(
     amax: torch.Tensor, fmt: Format, policy: ScalePolicy, prev: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the float32 scale into FP8 for float32 `amax`; see `fp8_common.amax_to_scale`.
+    """Return float32 scales into FP8; see `fp8_common.amax_to_scale`.
 
-    The operations equal NumPy's definition, in the same order.
+    The operations are those of the NumPy definition, in the same order.
     """
-    # By its bits: compiled for a GPU, an absolute value flushes subnormals to zero.
+    # On bits, because an absolute value that is compiled for a GPU flushes subnormals to zero.
     bits = as_float32(amax, "amax").view(torch.int32) & KEY_MASK
     if policy.stable:
         bits = _rounded_bits(bits, fmt, stable_zero_key(fmt))
@@ -189,7 +190,7 @@ def scale_from_amax(
     if policy.power_of_2:
         # Clearing the mantissa is an exact floor; exp2(floor(log2(scale))) rounds up just below powers of two.
         scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
-    # Expanded, not copied: the scale in use is often one number for many amax.
+    # Expanded without a copy: the previous scale is often one number for many amax.
     fallback = torch.ones_like(scale) if prev is None else as_float32(prev, "prev").expand_as(scale)
     return _replace_unusable(scale, bits, policy, fallback)
 
@@ -197,48 +198,52 @@ def scale_from_amax(
 def scale_inv_from_amax(
     amax: torch.Tensor, fmt: Format, policy: ScalePolicy, prev: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the float32 scale back from FP8; see `fp8_common.numerics.amax_to_scale_inv`."""
+    """Return scales back from FP8; see `fp8_common.numerics.amax_to_scale_inv`."""
     return divide(1.0, scale_from_amax(amax, fmt, policy, prev))
 
 
 def limited(x: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
-    """Return float32 `x` limited to [lower, upper]; NaN stays NaN."""
+    """Return float32 `x` limited to [lower, upper]; NaN remains NaN."""
     if not torch.compiler.is_compiling():
         return x.clamp(lower, upper)
-    # By comparisons: a compiled clamp is `max.NaN` and `min.NaN` in PTX from torch 2.14 on. Next to those, Triton may
-    # store transposed bytes wrongly: https://github.com/triton-lang/triton/issues/11111.
+    # By comparisons, because from torch 2.14 on a clamp is compiled to `max.NaN` and `min.NaN` in PTX. Next to these,
+    # Triton may store transposed bytes wrongly: https://github.com/triton-lang/triton/issues/11111.
     x = torch.where(x < lower, lower, x)
     return torch.where(x > upper, upper, x)
 
 
 def divide(numerator: float, x: torch.Tensor) -> torch.Tensor:
-    """Return RN32(numerator / x), IEEE division of float32 tensors."""
+    """Return RN32(numerator / x) by IEEE division, for float32 `x`."""
     compiling = torch.compiler.is_compiling()
     if numerator == 1 and not compiling:
         return torch.reciprocal(x)  # one IEEE division, and one launch
-    # Numerators are tensors: torch computes `number / tensor` as `tensor.reciprocal() * number`, which rounds twice;
-    # with the numerator 448, the last bit differs for 27 % of values.
-    above = torch.full_like(x, numerator)
+    # The numerator is a tensor, because torch computes `number / tensor` as `tensor.reciprocal() * number`. This rounds
+    # twice: with the numerator 448, the last bit differs for 27 % of values.
+    dividend = torch.full_like(x, numerator)
     if not compiling:
-        return torch.div(above, x)
-    # A compiler may divide approximately in float32, as on GPUs. A quotient of float32 that was rounded to float64
-    # rounds to the float32 that the exact one rounds to: it cannot come as near to a tie.
-    return torch.div(above.double(), x.double()).float()
+        return torch.div(dividend, x)
+    # Compiled code may divide approximately in float32, for example on GPUs. A quotient of float32 values that is
+    # rounded to float64 and then to float32 equals the exact one rounded once: it cannot be that close to a tie.
+    return torch.div(dividend.double(), x.double()).float()
 
 
 def e8m0_from_amax(amax: torch.Tensor, fmt: Format, mode: str) -> torch.Tensor:
-    """Return uint8 E8M0 codes for float32 `amax`; see `fp8_common.numerics.amax_to_e8m0`."""
+    """Return uint8 E8M0 codes of float32 amax.
+
+    See `fp8_common.numerics.amax_to_e8m0`.
+    """
     bits = amax_bits(amax)
     if mode == "stable":
         bits, mode = _rounded_bits(bits, fmt), "rceil"
     exponent, mantissa = bits >> 23, bits & _MANTISSA
     if mode == "rceil":
-        # amax / max exceeds 2^(difference of the exponents) exactly if amax's mantissa exceeds max's.
+        # amax / max exceeds 2^(difference of the exponents) if and only if the mantissa of amax exceeds that of max.
         limit = (fmt.max_code & ((1 << fmt.mantissa_bits) - 1)) << (23 - fmt.mantissa_bits)
         above = (mantissa > limit).int()
         code = torch.where(exponent == 0, 0, exponent - fmt.max_exponent + above)
     elif mode == "even":
-        # Half a step of the format's mantissa; the carry rounds up. The bits of a NaN may overflow, and are replaced.
+        # Add half a step of the format's mantissa; the carry rounds up. The bits of a NaN may overflow; their code is
+        # replaced.
         code = ((bits + (1 << (22 - fmt.mantissa_bits))) >> 23) - fmt.max_exponent
     else:
         code = exponent - fmt.max_exponent + ((mantissa != 0).int() if mode == "ceil" else 0)
@@ -246,14 +251,14 @@ def e8m0_from_amax(amax: torch.Tensor, fmt: Format, mode: str) -> torch.Tensor:
 
 
 def scale_of_e8m0(codes: torch.Tensor) -> torch.Tensor:
-    """Return the float32 multiplier into FP8 of uint8 E8M0 codes, 2^(127-code)."""
+    """Return float32 scales into FP8 for uint8 E8M0 codes: 2^(127 - code)."""
     return divide(1.0, scale_inv_of_e8m0(codes))
 
 
 def scale_inv_of_e8m0(codes: torch.Tensor) -> torch.Tensor:
-    """Return float32 scales back from FP8 of E8M0 codes.
+    """Return float32 scales back from FP8 for uint8 E8M0 codes.
 
-    Built from bits: 2^(code-127) of uint8 codes, NaN for 255.
+    They are 2^(code - 127), and NaN for 255, built from bits.
     """
     code = codes.to(torch.int32)
     # A code is the exponent field of its value, except that 2^-127 is subnormal in float32.
@@ -262,7 +267,10 @@ def scale_inv_of_e8m0(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded_bits(bits: torch.Tensor, fmt: Format, zero: int = 0) -> torch.Tensor:
-    """Round amax bits to the mantissa of `fmt`; see `rounded_key`."""
+    """Round amax bits to the mantissa of a format.
+
+    See `fp8_common._reference.scaling.rounded_key`.
+    """
     dropped = 23 - fmt.mantissa_bits
     finite = bits.clamp(max=INF_KEY - 1)
     up = ((1 << (dropped - 1)) - 1) + ((finite >> dropped) & 1)
@@ -271,13 +279,13 @@ def _rounded_bits(bits: torch.Tensor, fmt: Format, zero: int = 0) -> torch.Tenso
 
 
 def _at_least_eps(amax: torch.Tensor, policy: ScalePolicy) -> torch.Tensor:
-    """Raise small amax to eps; NaN stays."""
+    """Return max(amax, eps); NaN remains NaN."""
     return torch.where(amax < policy.eps, torch.full_like(amax, policy.eps), amax)
 
 
 def _replace_unusable(scale: torch.Tensor, bits: torch.Tensor, policy: ScalePolicy, prev: torch.Tensor) -> torch.Tensor:
-    """Replace scales of zero, infinite and NaN amax by the policy's."""
-    # By the bits of amax: after the limits, the scales of zero and infinity are ordinary numbers.
+    """Replace the scales of an amax that is zero, infinite or NaN."""
+    # Selected by the bits of amax: after the limits, the scales of zero and infinity are ordinary numbers.
     ones = torch.ones_like(scale)
     if policy.zero != "eps":
         scale = torch.where(bits == 0, prev if policy.zero == "previous" else ones, scale)
@@ -288,18 +296,21 @@ def _replace_unusable(scale: torch.Tensor, bits: torch.Tensor, policy: ScalePoli
 
 
 def update_history(history: torch.Tensor, amax: torch.Tensor, algo: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the history [L, ...] with one observation, and reduced amax."""
+    """Return the new history [L, ...] and the reduced amax [...].
+
+    See `fp8_common.numerics.update_history`.
+    """
     window, bits = as_float32(history, "history"), amax_bits(as_float32(amax, "amax"))
     check_history(tuple(window.shape), tuple(bits.shape), algo)
-    # cat instead of a write into slot 0: one new tensor, nothing in place.
+    # `cat` instead of a write into slot 0, so that nothing is written in place.
     rolled = torch.cat([bits.view(torch.float32)[None], torch.roll(window, -1, 0)[1:]])
-    # An observation that is not finite leaves the whole history of that tensor, unrolled.
+    # If an observation is not finite, the history of that tensor is not rolled either.
     updated = torch.where(bits >= INF_KEY, window, rolled)
     return updated, reduce_history(updated, algo)
 
 
 def reduce_history(history: torch.Tensor, algo: str) -> torch.Tensor:
-    """Return the amax [...] of a history [L, ...]."""
+    """Return the reduced amax [...] of a history [L, ...]."""
     return torch.amax(amax_bits(history), dim=0).view(torch.float32) if algo == "max" else history[0].clone()
 
 
@@ -307,7 +318,10 @@ def reduce_history(history: torch.Tensor, algo: str) -> torch.Tensor:
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return `fp8_common.numerics.silu_mul` of tensors of one dtype and shape, in eager mode."""
+    """Return silu(gate) * up; see `fp8_common.numerics.silu_mul`.
+
+    Only eager mode has the bits of the definition.
+    """
     x = gate.float()
     silu = (x * _sigmoid(x)).to(gate.dtype)
     return (silu.float() * up.float()).to(gate.dtype)
@@ -316,9 +330,9 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def silu_mul_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return `silu_mul_backward` and `silu_mul`, in eager mode.
+    """Return the gradients of `gate` and `up`, and silu(gate) * up.
 
-    See `fp8_common.numerics.silu_mul_backward`; tensors have one dtype and shape.
+    See `fp8_common.numerics.silu_mul_backward`. Only eager mode has the bits of the definition.
     """
     dtype, dy, x, u = gate.dtype, grad.float(), gate.float(), up.float()
     s = _sigmoid(x)
@@ -328,7 +342,7 @@ def silu_mul_backward(
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    # `where` and not `clamp`: the definition compares, and NaN stays
+    # `where` instead of `clamp`: the definition compares, and NaN must remain NaN.
     v = torch.where(x < activations.LOWEST, -activations.LOWEST, -x)
     v = torch.where(x > activations.HIGHEST, -activations.HIGHEST, v)
     shifted = v * activations.LOG2E + activations.ROUND

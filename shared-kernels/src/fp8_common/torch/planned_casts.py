@@ -1,7 +1,7 @@
-"""Casts that are decided once for a shape: layers keep them (`linear.plan`).
+"""Casts that are planned once for a shape.
 
-With one scale, row scales or block scales. A planned cast consists of its kernels, with delayed scaling, too; without
-kernels, of the operations of torch (`PlainCast`).
+Layers keep them (`linear.plan`). They have one scale per tensor, row or block. A planned cast launches kernels, with
+dynamic or delayed scaling. Without kernels it runs operations of torch (`PlainCast`).
 """
 
 from collections.abc import Sequence
@@ -19,68 +19,72 @@ from fp8_common.torch.numerics import torch_dtype
 from fp8_common.torch.quantized import Quantized
 
 BLOCKS = {"blockwise_1x128": (1, 128), "blockwise_128x128": (128, 128)}
-"""The block of each granularity that `BlocksCast` casts."""
+"""Block size of each granularity that `BlocksCast` supports."""
 ALL_BLOCKS: dict[str, Block] = {"tensorwise": None, "rowwise": (1, 0), **BLOCKS}
-"""The block of each granularity that a kept cast casts."""
+"""Block size of each granularity that a planned cast supports."""
 
 
 class ScaleState(Protocol):
     """Delayed-scaling state of one tensorwise operand, or of groups.
 
-    Scalars are then [groups].
+    For groups, the scalars below are [groups].
     """
 
     @property
     def always_ready(self) -> bool:
-        """True if `scale` applies to any operand.
+        """True if `scale` applies to any operand, regardless of its amax.
 
-        Amax and cast are then one pass.
+        The amax and the cast are then computed in one pass.
         """
 
     @property
     def scale(self) -> torch.Tensor:
-        """float32 scalar into FP8, from earlier steps."""
+        """Scale into FP8 from earlier steps, float32 scalar."""
 
     @property
     def must_fit(self) -> bool:
         """True if `scale` applies only if it fits the operand's amax."""
 
     def current(self, amax: torch.Tensor, record: bool, present: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the scale for an operand of `amax`, optionally recording it.
+        """Return the scale for an operand.
 
-        `amax` is a float32 scalar.
-
-        Groups that are not `present`, bool [groups], are not recorded.
+        Args:
+            amax: Amax of the operand, float32 scalar.
+            record: Whether to record `amax`.
+            present: bool [groups]: groups whose amax is recorded; None is all.
         """
 
     def flagged(self, amax: torch.Tensor, record: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Optionally record an amax; return `scale`, ready and late.
+        """Return `scale` with its flags.
 
-        The last two are bool scalars; None skips the check.
+        Args:
+            amax: Amax of the operand, float32 scalar.
+            record: Whether to record `amax`.
+
+        Returns:
+            `scale`, and two bool scalars: whether it is ready, and whether it is too late to use it. None instead of
+            the last one skips that check.
         """
 
     def pointers(self, record: bool) -> dict[str, torch.Tensor]:
-        """Return the state's pointers for kernels, by argument name.
+        """Return the tensors of the state for kernels, by pointer name.
 
-        They are written with `record` only.
-
-        `scale_ptr` is the scale for any operand. Without it, `delayed_ptr` is the scale if `ready_ptr` is set.
+        `scale_ptr` is a scale for any operand. If it is missing, `delayed_ptr` is the scale to use if `ready_ptr` is
+        set. Kernels write to `observed_ptr`, which is present if `record` is set.
         """
 
 
 class PlainCast:
-    """The cast of tensors of one shape without kernels.
-
-    By torch's own operations.
+    """Cast of tensors of one shape by operations of torch.
 
     Args:
-        shape: Of the tensors.
-        fmt: The format.
-        policy: The rule for the scales.
-        block: Elements per scale.
+        shape: Shape of the tensors.
+        fmt: FP8 format.
+        policy: Rule for the scales.
+        block: Block size of the scales.
 
     Attributes:
-        shape: As given.
+        shape: Shape of the tensors.
     """
 
     def __init__(self, shape: Sequence[int], fmt: Format, policy: ScalePolicy, block: Block) -> None:
@@ -89,7 +93,7 @@ class PlainCast:
         self._tile = None if broadcasts(block) else block
 
     def __call__(self, x: torch.Tensor, state: object = None, record: bool = False) -> Quantized:
-        """Cast a tensor, one way. Nothing is known of earlier steps."""
+        """Cast a tensor, without its transpose; `state` and `record` are ignored."""
         fmt, block = self._fmt, self._block
         largest = amax_by(x, block)
         scale = numerics.scale_from_amax(largest, fmt, self._policy)
@@ -101,19 +105,19 @@ class PlainCast:
 
 
 class TensorwiseCast:
-    """The launches that cast tensors of one shape with one scale.
+    """Kernel casts of tensors of one shape with one scale per tensor.
 
     Args:
-        shape: Of the tensors; with `both` [M, N].
-        dtype: Of the tensors.
-        fmt: The format.
-        policy: The rule for the scale.
-        both: Whether contiguous matrices are cast both ways.
-        with_scale: Whether the scale into FP8 is wanted, too.
-        one: Shape of a scale: () or (1,), which Inductor does not copy where a kernel writes it.
+        shape: Shape of the tensors; [M, N] with `both`.
+        dtype: dtype of the tensors.
+        fmt: FP8 format.
+        policy: Rule for the scale.
+        both: Whether to also cast the transpose; tensors must be contiguous matrices.
+        with_scale: Whether to also return the scale into FP8.
+        scale_shape: Shape of the scales, () or (1,). Inductor does not copy (1,) if a kernel writes it.
 
     Attributes:
-        shape: As given.
+        shape: Shape of the tensors.
     """
 
     def __init__(
@@ -125,15 +129,15 @@ class TensorwiseCast:
         *,
         both: bool = True,
         with_scale: bool,
-        one: tuple[int, ...] = (),
+        scale_shape: tuple[int, ...] = (),
     ) -> None:
         self.shape = torch.Size(shape)
         self._transposed = tuple(shape)[::-1] if both else None
-        self._fmt, self._policy, self._one, self._with_scale = fmt, policy, one, with_scale
+        self._fmt, self._policy, self._scale_shape, self._with_scale = fmt, policy, scale_shape, with_scale
         self._name, self._codes = name_of(dtype), torch_dtype(fmt)
         size = self.shape.numel()
         self._amax = plans().amax(size, self._name)
-        # of an empty tensor, for which nothing is launched, the scale is 1
+        # The scale of an empty tensor is 1, because nothing is launched that writes it.
         self._new = torch.empty if size else torch.ones
         self._casts: dict = {}
 
@@ -141,9 +145,9 @@ class TensorwiseCast:
         """Cast a tensor.
 
         Args:
-            x: With `both` contiguous.
-            state: Of delayed scaling: x is not empty then.
-            record: Whether delayed scaling observes x.
+            x: Tensor of the planned shape and dtype; contiguous with `both`.
+            state: State of delayed scaling, for which x must not be empty; None selects dynamic scaling.
+            record: Whether delayed scaling records the amax of x.
         """
         given = {} if state is None else state.pointers(record)
         if "scale_ptr" not in given:
@@ -156,30 +160,34 @@ class TensorwiseCast:
     def by(self, x: torch.Tensor, given: dict[str, torch.Tensor], fits: bool = False) -> Quantized:
         """Cast a tensor whose amax or scale is known.
 
-        By its int32 amax bits [1], `scale_ptr`, or `ScaleState.pointers`.
+        Args:
+            x: Tensor of the planned shape and dtype; contiguous with `both`.
+            given: Tensors by pointer name, to which the outputs are added. Either `scale_ptr`, int32 [1], has the bits
+                of the amax, or the pointers are from `ScaleState.pointers`.
+            fits: Whether a delayed scale must fit the amax.
         """
         device, new = x.device, self._new
         names = *given, fits
         launch = self._casts.get(names)
         if launch is None:
-            launch = self._casts[names] = self._decided(given, fits)
+            launch = self._casts[names] = self._plan(given, fits)
         transposed = None
         if self._transposed is None:
             given["y_ptr"] = codes = torch.empty_like(x, dtype=self._codes)
         else:
             given["y_ptr"] = codes = torch.empty(self.shape, dtype=self._codes, device=device)
             given["yt_ptr"] = transposed = torch.empty(self._transposed, dtype=self._codes, device=device)
-        given["scale_inv_ptr"] = scale_inv = new(self._one, dtype=torch.float32, device=device)
+        given["scale_inv_ptr"] = scale_inv = new(self._scale_shape, dtype=torch.float32, device=device)
         scale = None
         if self._with_scale:
-            given["scale_out_ptr"] = scale = new(self._one, dtype=torch.float32, device=device)
+            given["scale_out_ptr"] = scale = new(self._scale_shape, dtype=torch.float32, device=device)
         _triton.run(launch, device, x_ptr=x, **given)
         fmt = self._fmt
         turned = None if transposed is None else Quantized(transposed, scale_inv, fmt, scale=scale)
         return Quantized(codes, scale_inv, fmt, None, turned, scale)
 
-    def _decided(self, given: dict[str, torch.Tensor], fits: bool) -> object:
-        known, record, check = given["scale_ptr"].dtype == torch.float32, "own_key_ptr" in given, "late_ptr" in given
+    def _plan(self, given: dict[str, torch.Tensor], fits: bool) -> object:
+        known, record, check = given["scale_ptr"].dtype == torch.float32, "observed_ptr" in given, "late_ptr" in given
         delayed = plans().Delayed(fits, record, check) if known or "delayed_ptr" in given else None
         rule = {"policy": None if known else self._policy, "delayed": delayed}
         if self._transposed is None:
@@ -188,21 +196,19 @@ class TensorwiseCast:
 
 
 class RowsCast:
-    """The launches of casts by rows, and by columns transposed.
+    """Kernel casts of matrices by rows, and by columns transposed.
 
-    Of contiguous matrices [M, N], M % 4 == 0.
-
-    Two reads of the matrix.
+    Matrices must be contiguous, with M % 4 == 0. They are read twice.
 
     Args:
-        shape: [M, N].
-        dtype: Of the matrices.
-        fmt: The format.
-        policy: The rule for the scales.
-        fold: Whether rows are multiplied by `fold` first; columns are not.
+        shape: Shape of the matrices, [M, N].
+        dtype: dtype of the matrices.
+        fmt: FP8 format.
+        policy: Rule for the scales.
+        fold: Whether to multiply rows by `fold` first; columns are not multiplied.
 
     Attributes:
-        shape: As given.
+        shape: Shape of the tensors.
     """
 
     def __init__(
@@ -216,9 +222,15 @@ class RowsCast:
         self._cast = plans().cast_both(m, n, name, fmt, fold=fold)
 
     def raw(self, x: torch.Tensor, fold: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """Return both codes, and scales of rows, then columns.
+        """Return codes and scales of rows and columns.
 
-        Column codes are transposed; scales into and back from FP8.
+        Args:
+            x: Contiguous matrix [M, N].
+            fold: float32 [N], or None.
+
+        Returns:
+            Codes of rows [M, N], codes of columns [N, M], and float32 scales [M + N] of rows, then columns, into and
+            back from FP8.
         """
         (m, n), device = self._sizes, x.device
         given = {"x_ptr": x} if fold is None else {"x_ptr": x, "fold_ptr": fold}
@@ -226,7 +238,7 @@ class RowsCast:
         _triton.run(self._amax, device, **given, amax_ptr=keys)
         scale = torch.empty(m + n, dtype=torch.float32, device=device)
         scale_inv = torch.empty(m + n, dtype=torch.float32, device=device)
-        # the kernel takes keys for amax: those without a sign are their bits
+        # An amax has no sign, so its keys are its float32 bits.
         _triton.run(self._scales, device, amax_ptr=keys.view(torch.float32), scale_ptr=scale, scale_inv_ptr=scale_inv)
         codes = torch.empty((m, n), dtype=self._codes, device=device)
         transposed = torch.empty((n, m), dtype=self._codes, device=device)
@@ -238,25 +250,25 @@ class RowsCast:
     ) -> Quantized:
         """Cast a matrix; `fold` is float32 [N].
 
-        Earlier steps are not used.
+        `state` and `record` are ignored.
         """
         codes, transposed, _, scale_inv = self.raw(x, fold)
         return of_both(self._fmt, codes, transposed, *scale_inv.view(-1, 1).split(self._sizes))
 
 
 class TransposedRowsCast:
-    """The launch of a row-wise cast in both layouts.
+    """Kernel cast of matrices with row scales, in both layouts.
 
-    Of contiguous matrices [M, N], M % 4 == 0.
+    Matrices must be contiguous, with M % 4 == 0. Both layouts have the same codes.
 
     Args:
-        shape: [..., M, N], of one or of a stack.
-        dtype: Of the matrices.
-        fmt: The format.
-        policy: The rule for the scales.
+        shape: Shape of the matrix or stack of matrices, [..., M, N].
+        dtype: dtype of the matrices.
+        fmt: FP8 format.
+        policy: Rule for the scales.
 
     Attributes:
-        shape: As given.
+        shape: Shape of the tensors.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, fmt: Format, policy: ScalePolicy) -> None:
@@ -268,7 +280,7 @@ class TransposedRowsCast:
     def raw(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return codes [..., M, N] and [..., N, M], and scales back.
 
-        Scales are [..., M].
+        The scales are float32 [..., M].
         """
         codes, turned, scale_inv = _triton.launch(self._launch, x.device, x_ptr=x)
         if len(self.shape) == 2:
@@ -276,24 +288,24 @@ class TransposedRowsCast:
         return codes.view(self.shape), turned.view(self._transposed), scale_inv.view(self.shape[:-1])
 
     def __call__(self, x: torch.Tensor, state: object = None, record: bool = False) -> Quantized:
-        """Cast a matrix or stack. Nothing is known of earlier steps."""
+        """Cast a matrix or stack; `state` and `record` are ignored."""
         return of_transposed_rows(self._fmt, *self.raw(x))
 
 
 class BlocksCast:
-    """The launch of block casts of matrices and transposes.
+    """Kernel cast of matrices and their transposes with block scales.
 
-    Of contiguous matrices [M, N], M % 4 == 0, in one read.
+    Matrices must be contiguous, with M % 4 == 0. They are read once.
 
     Args:
-        shape: [M, N].
-        dtype: Of the matrices.
-        fmt: The format.
-        policy: The rule for the scales.
-        block: (1, 128) or (128, 128).
+        shape: Shape of the matrices, [M, N].
+        dtype: dtype of the matrices.
+        fmt: FP8 format.
+        policy: Rule for the scales.
+        block: Block size, (1, 128) or (128, 128).
 
     Attributes:
-        shape: As given.
+        shape: Shape of the tensors.
     """
 
     def __init__(
@@ -303,25 +315,28 @@ class BlocksCast:
         self._launch = plans().block_both(*shape, name_of(dtype), fmt, policy, square=block[0] != 1)
 
     def raw(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return both codes and scales back, as `_kernels.block_both` plans."""
+        """Return the outputs of `_kernels.block_both`."""
         return _triton.launch(self._launch, x.device, x_ptr=x)
 
     def __call__(self, x: torch.Tensor, state: object = None, record: bool = False) -> Quantized:
-        """Cast a matrix. Nothing is known of earlier steps."""
+        """Cast a matrix; `state` and `record` are ignored."""
         return of_blocks(self._fmt, self._block, *self.raw(x))
 
 
 def of_both(
     fmt: Format, codes: torch.Tensor, transposed: torch.Tensor, scale_inv: torch.Tensor, turned_inv: torch.Tensor
 ) -> Quantized:
-    """Return a `Quantized` with row scales, and column scales transposed."""
+    """Return a `Quantized` of row casts and transposed column casts.
+
+    `scale_inv` and `turned_inv` broadcast to `codes` and to `transposed.t()`.
+    """
     return Quantized(codes, scale_inv, fmt, None, Quantized(transposed, turned_inv, fmt))
 
 
 def of_transposed_rows(
     fmt: Format, codes: torch.Tensor, transposed: torch.Tensor, scale_inv: torch.Tensor
 ) -> Quantized:
-    """Return a `Quantized` of `TransposedRowsCast.raw`."""
+    """Return a `Quantized` of the results of `TransposedRowsCast.raw`."""
     return Quantized(codes, scale_inv[..., None], fmt, None, Quantized(transposed, scale_inv[..., None, :], fmt))
 
 
@@ -333,14 +348,17 @@ def of_blocks(
     scale_inv: torch.Tensor,
     turned_inv: torch.Tensor,
 ) -> Quantized:
-    """Return a `Quantized` of `BlocksCast.raw`."""
-    if block[0] == 1:  # as cuBLAS reads them
+    """Return a `Quantized` of the results of `BlocksCast.raw`."""
+    if block[0] == 1:  # stored as cuBLAS reads them
         scale_inv, turned_inv = scale_inv.t(), turned_inv.t()
     return Quantized(codes, scale_inv, fmt, block, Quantized(transposed, turned_inv, fmt, block))
 
 
 def has_both(x: torch.Tensor, *, stacks: bool = False) -> bool:
-    """Return whether kernels cast x by rows or blocks in both layouts."""
+    """Return whether kernels can cast x by rows or blocks both ways.
+
+    x must be a contiguous, non-empty matrix, or a stack of matrices with `stacks`, and 4 must divide its rows.
+    """
     return (x.ndim == 2 or (stacks and x.ndim == 3)) and x.is_contiguous() and x.numel() > 0 and x.shape[-2] % 4 == 0
 
 
@@ -350,16 +368,17 @@ KeptCast = PlainCast | TensorwiseCast | RowsCast | TransposedRowsCast | BlocksCa
 def kept_cast(
     x: torch.Tensor, shape: Sequence[int], cast: CastRecipe, *, fold: bool = False, same_codes: bool = False
 ) -> KeptCast | None:
-    """Return a planned cast of contiguous matrices, or None.
+    """Plan a cast of contiguous matrices, or return None.
 
-    In both layouts if kernels support it.
+    Kernels cast both layouts; operations of torch cast one.
 
     Args:
-        x: An example of the matrices; its shape is not used.
-        shape: [M, N]; a stack [..., M, N] where rows have scales, for the same codes.
-        cast: How.
-        fold: Whether rows are folded, where they have scales.
-        same_codes: Whether the transpose has the codes of the rows, and not codes with scales of columns: of weights.
+        x: Tensor with the dtype and device of the matrices; its shape is not used.
+        shape: Shape of the matrices, [M, N]. A stack [..., M, N] requires row scales and `same_codes`.
+        cast: Recipe of the cast.
+        fold: Whether rows are multiplied by `fold` first; for row scales.
+        same_codes: Whether the transpose has the same codes, with row scales, as for weights. Otherwise it has separate
+            codes with column scales.
     """
     fmt, policy, granularity = cast.fp8_format, cast.policy, cast.granularity
     delayed = cast.scaling == "delayed" and granularity == "tensorwise"
@@ -384,9 +403,18 @@ def kept_cast(
 def quantize_delayed(
     x: torch.Tensor, state: ScaleState, fmt: Format, policy: ScalePolicy, *, record: bool, both: bool
 ) -> Quantized | None:
-    """Return codes with a delayed scale, and scales, by kernel.
+    """Cast a tensor with delayed scaling by a kernel, or return None.
 
-    None if no kernel supports it.
+    Args:
+        x: Tensor, any strides.
+        state: State of delayed scaling.
+        fmt: FP8 format.
+        policy: Rule for a scale from the amax of x.
+        record: Whether to record the amax of x.
+        both: Whether to also cast the transpose, if x is a contiguous matrix.
+
+    Returns:
+        The cast with its scale into FP8; None if x is empty or kernels do not process it.
     """
     if not x.numel() or not takes(x, fmt, policy):
         return None

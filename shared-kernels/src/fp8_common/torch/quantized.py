@@ -1,4 +1,4 @@
-"""`Quantized`: FP8 codes with scales, as casts return and matmuls use."""
+"""`Quantized`: FP8 codes with scales, from casts and for matmuls."""
 
 from typing import Any, NamedTuple
 
@@ -13,17 +13,18 @@ class Quantized(NamedTuple):
     """FP8 codes with their scales.
 
     As an operand of a matmul `a @ b.T`, the layout of FP8 hardware, it is a matrix whose contracted dimension is the
-    last. For a stack of matrices, and for rows in groups (`grouped.RowGroups`), codes and scales have additional
+    last one. For a stack of matrices, and for rows in groups (`grouped.RowGroups`), codes and scales have additional
     leading dimensions.
 
     Attributes:
         codes: float8 [rows, contracted], any strides.
-        scale_inv: float32 back from FP8: a scalar, [rows, 1], or one per block.
+        scale_inv: Scales back from FP8, float32: a scalar, [rows, 1], or one per block.
         fmt: Format of the codes.
-        block: The block of each scale, where scales do not broadcast.
-        transposed: The same matrix with its other dimension contracted, codes [contracted, rows] contiguous, where one
-            launch wrote both: its codes are the same for one scale, and made with scales of columns for scales of rows.
-        scale: float32 into FP8, of the shape of `scale_inv`, where a cast returned it; else None.
+        block: Block size of the scales; None if the scales broadcast to the codes.
+        transposed: Operand with the other dimension contracted, whose codes [contracted, rows] are contiguous; None
+            unless the cast wrote both layouts. With a tensor scale, or row scales of a weight, the codes are the same;
+            otherwise they have separate scales.
+        scale: Scales into FP8, float32 of the shape of `scale_inv`; None if the cast did not return them.
     """
 
     codes: torch.Tensor
@@ -34,9 +35,10 @@ class Quantized(NamedTuple):
     scale: Any = None
 
     def t(self) -> "Quantized":
-        """Return the matrix with its other dimension contracted.
+        """Return the operand with the other dimension contracted.
 
-        Without `transposed` it is a view: scales must then be a scalar or square blocks' scales.
+        Without `transposed` it is a view with transposed scales. To contract it, the scales must then be a scalar or
+        the scales of square blocks.
         """
         if self.transposed is not None:
             return self.transposed
@@ -46,7 +48,7 @@ class Quantized(NamedTuple):
 
     @property
     def expanded_scale_inv(self) -> torch.Tensor:
-        """Return float32 scales back that broadcast to the codes.
+        """Scales back from FP8 that broadcast to the codes.
 
         Block scales are repeated.
         """
@@ -58,6 +60,6 @@ class Quantized(NamedTuple):
 
 
 def transpose(x: torch.Tensor) -> torch.Tensor:
-    """Return the transposed matrix, or matrices of a stack, as a view."""
-    # of a matrix not `mT`, which compilers trace as another operator than `t`, and save other tensors for
+    """Return a view of the transposed matrix, or stack of matrices."""
+    # `t` for a matrix, because compilers trace `mT` as another operator, and save other tensors for it.
     return x.t() if x.ndim == 2 else x.mT

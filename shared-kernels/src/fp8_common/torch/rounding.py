@@ -1,7 +1,7 @@
-"""Rounding to FP8 and decoding in torch operations, without kernels.
+"""Rounding to FP8 and decoding by operations of torch, without kernels.
 
-The bits equal `fp8_common.numerics.encode` and `decode`. Eager mode casts large tensors on a CPU in pieces and decodes
-codes in pairs; a compiler gets operations that it can fuse.
+The bits equal `fp8_common.numerics.encode` and `decode`. On a CPU, eager mode casts large tensors in pieces and decodes
+codes in pairs. For compilers, the operations can be fused.
 """
 
 import math
@@ -18,16 +18,20 @@ from fp8_common.torch.compat import FakeTensor
 from fp8_common.torch.numerics import amax_bits, as_float32, limited, to_uint8_codes, torch_dtype
 
 PIECE = 2**18
-"""Elements of a tensor that a CPU thread casts at a time: intermediate results then stay in its cache."""
+"""Elements that a CPU thread casts at a time, so that intermediate results remain in its cache."""
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tensor | None = None) -> torch.Tensor:
     """Return RN_fmt(RN32(x * scale)) in the format's dtype.
 
-    `amax` of all of `x`, if known, may save a pass.
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        scale: float32, broadcastable to `x`.
+        fmt: FP8 format.
+        amax: Amax of `x`, of any blocks, if known. If it is finite and on a CPU, a pass over `x` is saved.
     """
     if torch.compiler.is_compiling():
-        # nothing is added to the multiplication, which compilers would contract
+        # The expression has no sum next to the multiplication, because compilers would contract both.
         return cast(nan_where_infinite(as_float32(x)) * scale, fmt)
     scale = as_float32(scale, "scale")
     finite, fits = amax is not None and _known_finite(amax), _broadcasts_to(scale, x)
@@ -43,9 +47,9 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tens
 
 
 def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> torch.Tensor:
-    """Return `x * scale` rounded at random, in the format's dtype.
+    """Return `x * scale`, rounded stochastically, in the format's dtype.
 
-    float32 `scale` broadcasts to `x`.
+    `scale` is float32 and broadcasts to `x`; see `cast_stochastic` for `random_bits`.
     """
     return cast_stochastic(nan_where_infinite(as_float32(x)) * as_float32(scale, "scale"), fmt, random_bits)
 
@@ -55,14 +59,14 @@ def _in_range(x: torch.Tensor, scale: torch.Tensor, fmt: Format, finite: bool, f
     if not finite:
         value = nan_where_infinite(value)
     # In place if the result has the shape of x (`fits`): another buffer costs more than the multiplication.
-    product = value.mul_(scale) if fits and value is not x else value * scale
-    return product.clamp_(-fmt.max, fmt.max)  # for why see `cast`
+    scaled = value.mul_(scale) if fits and value is not x else value * scale
+    return scaled.clamp_(-fmt.max, fmt.max)  # `cast` has the reason
 
 
 def _pieces(x: torch.Tensor, fits: bool) -> int:
-    """Return the number of pieces of `x` for a cast.
+    """Return the number of pieces in which `x` is cast.
 
-    Several for a large tensor on a CPU.
+    Large contiguous tensors on a CPU are cast in several pieces.
     """
     if x.device.type != "cpu" or x.ndim == 0 or isinstance(x, FakeTensor) or not x.is_contiguous():
         return 1
@@ -72,48 +76,50 @@ def _pieces(x: torch.Tensor, fits: bool) -> int:
 
 
 def _broadcasts_to(scale: torch.Tensor, x: torch.Tensor) -> bool:
-    # not from `torch.broadcast_shapes`, which calls about 50 Python functions
+    # `torch.broadcast_shapes` would call about 50 Python functions.
     aligned = zip(reversed(scale.shape), reversed(x.shape), strict=False)
     return scale.ndim <= x.ndim and all(length in (1, size) for length, size in aligned)
 
 
 def _known_finite(amax: torch.Tensor) -> bool:
-    """Return whether every amax is finite.
+    """Return whether every amax is known to be finite.
 
-    False also if the host would wait for a device.
+    The result is False if the host would have to wait for a device.
     """
     if amax.device.type != "cpu" or isinstance(amax, FakeTensor):
         return False
-    # `max` keeps NaN, and takes two small operators where `isfinite().all()` takes eight.
+    # `max` preserves NaN, and runs two small operators; `isfinite().all()` runs eight.
     return amax.numel() == 0 or math.isfinite(amax.max().item())
 
 
 def nan_where_infinite(x: torch.Tensor) -> torch.Tensor:
-    """Return float32 `x` with NaN for infinity.
+    """Replace infinities of float32 `x` by NaN.
 
-    Casts do so before they multiply by a scale: a finite number that overflows there saturates.
+    Casts call it before they multiply by the scale, because a finite number that overflows there saturates.
     """
     if torch.compiler.is_compiling():
         return torch.where(amax_bits(x) == INF_KEY, torch.nan, x)
-    # In one operation: 0 * x is NaN where x is not finite, elsewhere a zero of the sign of x, so that -0 stays.
+    # One operation: 0 * x is NaN if x is not finite, otherwise a zero with the sign of x, so -0 is preserved.
     return torch.add(x, x, alpha=0)
 
 
 def cast(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Round float32 `x` to nearest even in the format's dtype.
+    """Round float32 `x` to nearest even, in the format's dtype.
 
-    Saturating, infinity too; NaN stays NaN.
+    Larger magnitudes saturate, also infinity; NaN remains NaN.
     """
-    # Limited, because versions of torch differ on overflow: e4m3 saturates in 2.13 and not in 2.11, e5m2 becomes
-    # infinite in both.
+    # Limited first, because versions of torch differ on overflow: e4m3 saturates in 2.13 and not in 2.11, and e5m2
+    # becomes infinite in both.
     return limited(x, -fmt.max, fmt.max).to(torch_dtype(fmt))
 
 
 def cast_stochastic(x: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> torch.Tensor:
-    """Round float32 `x` at random; see `fp8_common.numerics.encode_stochastic`.
+    """Round float32 `x` stochastically, in the format's dtype.
+
+    See `fp8_common.numerics.encode_stochastic`. `random_bits` are int32 or uint32 of the shape of `x`.
 
     Raises:
-        Fp8Error: `random_bits` is neither int32 nor uint32, or has another shape.
+        Fp8Error: If `random_bits` is neither int32 nor uint32, or has another shape.
     """
     if random_bits.dtype not in (torch.int32, torch.uint32) or random_bits.shape != x.shape:
         raise Fp8Error(
@@ -123,39 +129,36 @@ def cast_stochastic(x: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> 
     magnitude = limited(x.abs(), 0.0, fmt.max)
     bits = magnitude.view(torch.int32)
     exponent = ((bits >> 23) - 127).clamp(min=fmt.min_exponent)
-    # Scaled so that the grid of the format in this binade becomes the integers; exact, since only exponents change.
+    # Multiplied by a power of two that maps the format's grid in this binade to integers; this is exact.
     grid = magnitude * _power_of_2(fmt.mantissa_bits - exponent)
     below = grid.floor()
-    # torch shifts int32 with its sign, and has few operators for uint32
+    # torch has few operators for uint32, and an arithmetic shift for int32, hence the mask.
     upper_bits = (random_bits.view(torch.int32) >> 9) & 0x7FFFFF
     threshold = (upper_bits.float() * 2 + 1) * 2.0**-24
     rounded = (below + (threshold < grid - below)) * _power_of_2(exponent - fmt.mantissa_bits)
-    # NaN has no binade, so its result here is meaningless.
+    # NaN has no binade: its result is replaced.
     rounded = torch.where(torch.isnan(x), x, torch.copysign(rounded, x))
     return cast(rounded, fmt)
 
 
 def _power_of_2(exponent: torch.Tensor) -> torch.Tensor:
-    """Return 2^exponent as float32, from bits.
-
-    The exponent must be in [-126, 127].
-    """
+    """Return 2^exponent as float32, for int32 exponents in [-126, 127]."""
     return ((exponent + 127) << 23).view(torch.float32)
 
 
 def values(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the value of every code in `dtype`.
+    """Return the values of codes in `dtype`.
 
-    On a CPU by table look-up, several times faster than torch's own cast.
+    On a CPU a table look-up is used, which is several times faster than torch's own cast.
 
     Args:
         codes: uint8 or the format's dtype, any shape.
-        fmt: The format.
-        dtype: float32 or bfloat16; both hold every data value exactly.
+        fmt: Format of the codes.
+        dtype: float32 or bfloat16; both represent all values of data formats exactly.
     """
     codes = to_uint8_codes(codes, fmt)
-    # Other devices convert as fast as they read, and compilers fuse a conversion. Nor must operations mix fake tensors
-    # with the real, cached table.
+    # Other devices convert as fast as they read, and compilers fuse the conversion. Fake tensors must not be mixed with
+    # the real, cached table.
     by_table = codes.device.type == "cpu" or fmt.name == "e8m0"
     if not by_table or torch.compiler.is_compiling() or isinstance(codes, FakeTensor):
         return codes.view(torch_dtype(fmt)).to(dtype)
@@ -168,21 +171,21 @@ def values(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32)
 
 @cache
 def values_table(fmt: Format, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a format's 256 values in `dtype` on `device`.
+    """Return the 256 values of a format in `dtype`, cached on `device`.
 
-    Exact in float32, and in bfloat16 except for E8M0's 0.
+    The values are exact in float32, and in bfloat16 except for code 0 of E8M0.
     """
-    # Made by NumPy: the table is cached, so a default device or a tensor mode that is active now must not shape it.
+    # Created by NumPy: the table is cached, so it must not depend on the current default device or tensor mode.
     table = torch.from_numpy(decode(np.arange(256, dtype=np.uint8), fmt))
     return table.to(dtype=dtype, device=device)
 
 
 @cache
 def pairs_table(fmt: Format, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of code pairs as integers.
+    """Return the values of all pairs of codes, a pair per integer.
 
-    Of their size: half as many look-ups.
+    With this table, half as many look-ups are needed.
     """
-    two = torch.from_numpy(np.arange(2**16, dtype=np.uint16).view(np.uint8)).int()
-    pairs = torch.index_select(values_table(fmt, dtype, torch.device("cpu")), 0, two)
+    code_pairs = torch.from_numpy(np.arange(2**16, dtype=np.uint16).view(np.uint8)).int()
+    pairs = torch.index_select(values_table(fmt, dtype, torch.device("cpu")), 0, code_pairs)
     return pairs.view(torch.int32 if dtype.itemsize == 2 else torch.int64)

@@ -198,7 +198,7 @@ class DelayedScale(nn.Module):
             else {"delayed_ptr": buffers["scale"], "ready_ptr": buffers["ready"]}
         )
         if record:
-            pointers["own_key_ptr"] = buffers["observed"]
+            pointers["observed_ptr"] = buffers["observed"]
             if self._must_be_synchronized(record):
                 pointers["late_ptr"] = buffers["late"]
         return pointers
