@@ -168,7 +168,7 @@ def test_bad_choices_say_what_they_got_and_what_to_do(call, message):
 
 def test_a_conversion_that_raises_leaves_the_model_unchanged():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double())
-    with pytest.raises(Fp8Error, match="1.weight is torch.float64"):
+    with pytest.raises(Fp8Error, match=r"1\.weight is torch.float64"):
         fti.convert_linear(model)
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
     assert type(model[0].weight) is nn.Parameter
