@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed: the plan asks for
 from benchmarks import _gpu_nccl as ask_nccl
 from benchmarks import _gpu_parts as ask
 from benchmarks import gpu
-from tests.helpers.fsdp_models import mesh_of
+from fsdp_models import mesh_of
 from tests.helpers.ranks import on_ranks
 from tests.helpers.repository import ROOT
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from conformance_implementations import IMPLEMENTATIONS, NUMPY, as_tensor, eager
 from fp8_common import E4M3, E5M2, Format, ScalePolicy, amax_to_scale
 from fp8_common.formats import DATA_FORMATS
 from fp8_common.presets import te_current, te_delayed
 from fp8_common.testing import adversarial_amax, assert_same_bits
-from tests.helpers.conformance_implementations import IMPLEMENTATIONS, NUMPY, as_tensor, eager
 
 SEED = 31
 COUNT = 2**20

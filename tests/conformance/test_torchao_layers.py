@@ -13,8 +13,8 @@ from fp8_common.presets import mx
 from fp8_common.torch import dequantize_mx, quantize_mx
 from fp8_common.torch.numerics import scale_inv_of_e8m0
 from fp8_common.torch_layers.linear.matmul import swizzled
-from tests.helpers.fsdp_models import decoded, seeded, shard
-from tests.helpers.fsdp_training import batch
+from fsdp_models import decoded, seeded, shard
+from fsdp_training import batch
 from tests.helpers.ranks import on_ranks
 
 pytest.importorskip("torchao", reason="torchao is not installed")

@@ -16,11 +16,11 @@ from praxis.layers import linears, pipeline, repeats
 from praxis.layers.injection import fp8_nvidia_gpu
 
 import fp8_jax_owg as owg
+import jax_losses
 from examples import praxis_fp8
 from fp8_common import Fp8Error
 from fp8_jax_owg import linen as owg_linen
-from tests.helpers import jax_losses
-from tests.helpers.jax_operations import REFUSED, RIGHT, floating
+from jax_operations import REFUSED, RIGHT, floating
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
 X = praxis_fp8.batch()

@@ -13,9 +13,9 @@ transformers = pytest.importorskip("transformers", reason=REASON)
 from fp8_common import Fp8UnsupportedError
 from fp8_te_init.published import PublishedOptimizer, convert_published, load_published, save_published
 from fp8_te_init.published.weight import published_of
+from published_files import MOE, ODD, tensors_of, values_of, write
+from published_models import ALL, ATTENTION, batch, draw_adapters, fill_twin
 from tests.helpers import programs
-from tests.helpers.published_files import MOE, ODD, tensors_of, values_of, write
-from tests.helpers.published_models import ALL, ATTENTION, batch, draw_adapters, fill_twin
 from tests.helpers.repository import ROOT
 from tests.helpers.tensors import same, whole
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8_te_init.published.digests import digest
-from tests.helpers.published_files import VLLM_CODES, VLLM_SCALES, drawn_blocks, engine_requantizes
+from published_files import VLLM_CODES, VLLM_SCALES, drawn_blocks, engine_requantizes
 from tests.helpers.tensors import same
 
 utils = pytest.importorskip(

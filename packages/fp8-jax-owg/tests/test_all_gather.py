@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import fp8_common
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
-from tests.helpers.jax_layers import MATMUL
+from jax_layers import MATMUL
 
 SCALING = owg.DelayedScaling(amax_history_length=2)
 ROWS, COLUMNS = 64, 32

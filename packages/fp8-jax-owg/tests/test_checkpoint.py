@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 import fp8_jax_owg as owg
+import jax_layers
 from fp8_common import Fp8Error
 from fp8_jax_owg import DelayedScaling, checkpoint
-from tests.helpers import jax_layers
-from tests.helpers.jax_layers import COLLECTION
+from jax_layers import COLLECTION
 
 SCALING = DelayedScaling(amax_history_length=4)
 

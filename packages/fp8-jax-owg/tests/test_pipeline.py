@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8_jax_owg as owg
+import jax_layers
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
@@ -20,8 +21,7 @@ from fp8_jax_owg import pipeline
 from fp8_jax_owg.pipeline import PipelineOptions, Schedule
 from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.pairs import map_leaves
-from tests.helpers import jax_layers
-from tests.helpers.jax_layers import COLLECTION, SCALING, T
+from jax_layers import COLLECTION, SCALING, T
 
 WIDTH, ROWS = 8, 4
 KEEP = jax.checkpoint_policies

@@ -10,12 +10,12 @@ from flax import linen as nn
 from flax import nnx
 
 import fp8_jax_owg as owg
+import jax_layers
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
 from fp8_jax_owg import pipeline
-from tests.helpers import jax_layers
-from tests.helpers.jax_layers import COLLECTION, SCALING, T, normal
+from jax_layers import COLLECTION, SCALING, T, normal
 
 WIDTH, ROWS = 8, 4
 LOSSES = ("losses", "aux")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fp8_jax_owg as owg
-from tests.helpers.jax_layers import COLLECTION
+from jax_layers import COLLECTION
 
 
 def state(scale=2 / 448, history=(1.5, 1, 1.2, 2), tensor="input"):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
-from tests.helpers.jax_layers import COLLECTION, SEEN, T, expect, mesh, start, use
+from jax_layers import COLLECTION, SEEN, T, expect, mesh, start, use
 
 XS = np.float32(SEEN)
 NAN, NOTHING = np.nan, -np.inf

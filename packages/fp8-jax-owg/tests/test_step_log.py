@@ -12,7 +12,7 @@ import fp8_jax_owg as owg
 from fp8_common import Fp8Error
 from fp8_common import _command as command
 from fp8_jax_owg.linen import TrainState, convert_to_fp8
-from tests.helpers.jax_layers import COLLECTION
+from jax_layers import COLLECTION
 
 
 def records(path):

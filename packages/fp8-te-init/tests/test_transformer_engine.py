@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import fp8_te_init as fti
+import te_double as te
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_common.torch import quantize
 from fp8_te_init.transformer_engine import BLOCKS, MX, TeWeight, fp8_of
-from tests.helpers import te_double as te
 from tests.helpers.sharded_models import shard, train_on
 
 BLOCK_RECIPES = {

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error, Fp8UnsupportedError
+from fsdp_models import Decoder, decoded, mesh_of, seeded, shard
+from fsdp_training import batch
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.fsdp_models import Decoder, decoded, mesh_of, seeded, shard
-from tests.helpers.fsdp_training import batch
 from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed

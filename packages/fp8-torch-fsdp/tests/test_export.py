@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 import fp8_torch_fsdp as f8
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.export import serving_state_dict
-from tests.helpers.fsdp_training import same
+from fsdp_training import same
 from tests.helpers.ranks import on_ranks
 from tests.helpers.sharded_models import mlp, shard, train
 

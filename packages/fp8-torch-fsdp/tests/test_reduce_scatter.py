@@ -15,8 +15,8 @@ import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from fp8_common._reference.gradient_messages import round_gradients, sum_rounded
 from fp8_torch_fsdp.reduce_scatter import RandomState, reduce_rows
-from tests.helpers.fsdp_models import Block, converted, decoded, mesh_of, seeded, shard
-from tests.helpers.fsdp_training import batch, loss_of, sgd, train
+from fsdp_models import Block, converted, decoded, mesh_of, seeded, shard
+from fsdp_training import batch, loss_of, sgd, train
 from tests.helpers.ranks import on_ranks
 
 BLOCK, NEAREST = 128, {"rounding": "nearest"}

@@ -16,7 +16,7 @@ from fp8_common import _command as command
 from fp8_common.rules import Rule
 from fp8_common.torch import fake_quantize
 from fp8_torch_fsdp.layers.module import Float8Module
-from tests.helpers.fsdp_models import Block, converted, mesh_of, seeded
+from fsdp_models import Block, converted, mesh_of, seeded
 from tests.helpers.ranks import on_ranks
 
 RANGE = 8.0

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conformance_implementations import IMPLEMENTATIONS, NUMPY, Implementation
+from conformance_inputs import SEED
+from conformance_table import ROWS, Call
 from fp8_common.testing import assert_same_bits
 from fp8_common.testing.compare import as_numpy
-from tests.helpers.conformance_implementations import IMPLEMENTATIONS, NUMPY, Implementation
-from tests.helpers.conformance_inputs import SEED
-from tests.helpers.conformance_table import ROWS, Call
 
 WITHOUT_A_KERNEL = {
     "encode_stochastic": "the kernel draws its own bits",

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+import strategies
+from conformance_implementations import IMPLEMENTATIONS, NUMPY, Implementation
 from fp8_common import E8M0
 from fp8_common.formats import DATA_FORMATS
 from fp8_common.policy import HISTORY_ALGOS, MX_MODES
 from fp8_common.presets import PRESETS
 from fp8_common.testing import assert_same_bits
 from fp8_common.testing.compare import as_numpy
-from tests.helpers import strategies
-from tests.helpers.conformance_implementations import IMPLEMENTATIONS, NUMPY, Implementation
 
 SHAPE, TENSORS, WINDOW = (3, 150), 5, 3
 POLICIES = {name: preset() for name, preset in PRESETS.items()}

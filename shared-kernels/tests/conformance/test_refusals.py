@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from conformance_implementations import IMPLEMENTATIONS, NUMPY, eager
 from fp8_common import CANONICAL, Fp8Error
-from tests.helpers.conformance_implementations import IMPLEMENTATIONS, NUMPY, eager
 
 ONE, ROW, X = np.float32(1), np.ones(2, np.float32), np.ones((2, 3), np.float32)
 INTEGER, CODES = np.int32([1]), np.zeros((4, 200), np.uint8)

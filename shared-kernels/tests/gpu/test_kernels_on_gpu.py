@@ -13,9 +13,9 @@ pytestmark = pytest.mark.gpu
 if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
     import torch
 
+    import kernel_inputs as inputs
     from fp8_common.presets import te_delayed
     from fp8_common.torch import casts, delayed, foreach
-    from tests.helpers import kernel_inputs as inputs
     from tests.helpers.gpu import graph_of
 
     globals().update(inputs.kernel_tests("test_*kernels.py"))

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 import fp8_common as f8
+import kernel_inputs
 from fp8_common.presets import te_delayed
 from fp8_common.testing import assert_same_bits
 from fp8_common.torch import planned_casts
-from tests.helpers import kernel_inputs
-from tests.helpers.kernel_inputs import calm, number, tensor
+from kernel_inputs import calm, number, tensor
 
 POLICY = te_delayed()
 WAYS = {"both": (512, 260), "bytes": (130, 517), "one way": (3, 4099), "small": (3, 5)}

@@ -7,7 +7,7 @@ import torch
 import fp8_common as f8
 from fp8_common.testing import assert_same_bits
 from fp8_common.torch import foreach
-from tests.helpers.kernel_inputs import DTYPES, FORMATS, calm, planted, tensor
+from kernel_inputs import DTYPES, FORMATS, calm, planted, tensor
 
 
 @pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS)

@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 
 import fp8_common as f8
+import kernel_inputs
 from fp8_common._kernels.gated import silu_mul, silu_mul_backward
 from fp8_common.testing import assert_same_bits
 from fp8_common.torch import _triton
 from fp8_common.torch_layers.linear import gated
 from fp8_common.torch_layers.linear.grouped import RowGroups
-from tests.helpers import kernel_inputs
-from tests.helpers.kernel_inputs import DTYPES, SEED, calm, planted, tensor
+from kernel_inputs import DTYPES, SEED, calm, planted, tensor
 
 ALL = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
 ENDS = {"uneven": [3, 3, 20, 90], "empty": [0, 0, 0], "one": [100], "full": [16, 100], "many": [*range(0, 100, 3), 100]}

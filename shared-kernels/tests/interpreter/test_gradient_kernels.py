@@ -8,7 +8,7 @@ import fp8_common as f8
 from fp8_common._reference.gradient_messages import MessageRows, round_gradients, sum_rounded
 from fp8_common.testing import assert_same_bits
 from fp8_common.torch_layers.sharding.gradient_messages import pack_gradients, sum_gradients
-from tests.helpers.kernel_inputs import DTYPES, FORMATS, calm, planted, tensor
+from kernel_inputs import DTYPES, FORMATS, calm, planted, tensor
 
 GRADIENT_ROWS = [(1, 1), (2, 7), (3, 128), (2, 8192), (3, 8192 + 517), (2, 2048 + 144)]
 ROUNDINGS = {"nearest": None, "stochastic": (0x123456789ABCDEF, 2**33)}

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 import fp8_common as f8
+import kernel_inputs
 from fp8_common._kernels import groups
 from fp8_common.testing import assert_same_bits
 from fp8_common.torch import _triton, casts
 from fp8_common.torch_layers.linear import group_offsets, grouped_matmul
 from fp8_common.torch_layers.linear.grouped import RowGroups
-from tests.helpers import kernel_inputs
-from tests.helpers.kernel_inputs import DTYPES, FORMATS, SEED, calm, planted, tensor
+from kernel_inputs import DTYPES, FORMATS, SEED, calm, planted, tensor
 
 # rows of the groups: empty ones at the start, in the middle and at the end, several in a tile, and rows of no group
 GROUPS = {"many": [0, 5, 5, 130, 131, 260, 290, 290], "one": [300], "none": [0, 0], "short": [7, 300]}

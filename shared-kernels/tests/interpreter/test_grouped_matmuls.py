@@ -16,7 +16,7 @@ from fp8_common.torch_layers.linear.config import GemmConfig, LinearConfig
 from fp8_common.torch_layers.linear.grouped import RowGroups
 from fp8_common.torch_layers.linear.matmul import MatmulOptions
 from fp8_common.torch_layers.linear.plan import decide
-from tests.helpers.kernel_inputs import DEVICE
+from kernel_inputs import DEVICE
 
 ENDS = {
     "uneven": [5, 5, 22, 62],

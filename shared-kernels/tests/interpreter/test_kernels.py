@@ -10,7 +10,7 @@ from fp8_common.testing import adversarial_amax, all_bfloat16, all_float16, asse
 from fp8_common.testing.compare import as_numpy
 from fp8_common.torch import casts, decoding
 from fp8_common.torch._triton import launch, name_of, plans
-from tests.helpers.kernel_inputs import DTYPES, FORMATS, SHAPES, calm, every_input, number, planted, tensor
+from kernel_inputs import DTYPES, FORMATS, SHAPES, calm, every_input, number, planted, tensor
 from tests.helpers.tensors import same
 
 

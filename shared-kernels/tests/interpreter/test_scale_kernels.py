@@ -7,8 +7,8 @@ import fp8_common as f8
 from fp8_common.presets import te_delayed
 from fp8_common.testing import adversarial_amax, assert_same_bits
 from fp8_common.torch import casts, delayed
+from kernel_inputs import FORMATS, SEED, tensor
 from tests import golden
-from tests.helpers.kernel_inputs import FORMATS, SEED, tensor
 
 MIXED_ANSWERS = [
     f8.ScalePolicy(zero=zero, nonfinite=nonfinite, eps=1e-6 * (zero == "eps"))

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fp8_common as f8
+import strategies
 from fp8_common.policy import MAX_STABLE_MARGIN, MX_MODES
 from fp8_common.presets import mx, te_current, te_delayed
-from tests.helpers import strategies
 from tests.helpers.repository import ROOT
 
 quick = settings(max_examples=80, deadline=None, derandomize=True)

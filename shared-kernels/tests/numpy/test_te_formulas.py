@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import fp8_common as f8
+from conformance_inputs import any_bits, count
 from fp8_common.presets import te_current, te_delayed
 from fp8_common.testing import adversarial_amax, assert_same_bits
-from tests.helpers.conformance_inputs import any_bits, count
 
 PREVIOUS, FLT_MAX = np.float32(3.5), np.finfo(np.float32).max
 SMALLEST_MX = np.float32(2.0**-110)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import fp8_common as f8
 from fp8_common.testing import assert_same_bits
 from fp8_common.torch import numerics
-from tests.helpers.kernel_inputs import DTYPES, tensor
+from kernel_inputs import DTYPES, tensor
 
 ALL = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
 

@@ -7,7 +7,7 @@ import fp8_common as f8
 from fp8_common._reference.gradient_messages import MessageRows
 from fp8_common.torch_layers.sharding import gradient_messages
 from fp8_common.torch_layers.sharding.gradient_messages import pack_gradients, sum_gradients
-from tests.helpers.kernel_inputs import kernel_tests
+from kernel_inputs import kernel_tests
 
 globals().update(kernel_tests("test_gradient_kernels.py"))
 globals().update(kernel_tests("test_foreach_kernels.py", "test_a_new_output_needs_no_new_table"))

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 import fp8_common as f8
+from conformance_implementations import as_tensor
 from fp8_common.presets import te_current, te_delayed
 from fp8_common.testing import adversarial, adversarial_amax, assert_same_bits
 from fp8_common.testing.compare import as_numpy
 from fp8_common.torch import _triton, casts, delayed, numerics
 from fp8_common.torch.compat import assume_constant_result
-from tests.helpers.conformance_implementations import as_tensor
-from tests.helpers.kernel_inputs import DTYPES
+from kernel_inputs import DTYPES
 
 FOLD = torch.linspace(0.5, 2, 96)
 

@@ -15,9 +15,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import fp8_jax_owg as owg
+import hlo
 from benchmarks import jax_step
 from fp8_common.jax._kernels import CALL_TARGET, lowering_for
-from tests.helpers import hlo
 
 LAYERS, BATCH, TOKENS, WIDTH = 4, 2, 2048, 4096
 DOTS = 4

@@ -9,8 +9,8 @@ import pytest
 from jax import export
 
 import fp8_jax_owg as owg
-from tests.helpers import jax_layers
-from tests.helpers.jax_layers import SCALING, dot
+import jax_layers
+from jax_layers import SCALING, dot
 
 
 def loss(tree, x):

@@ -11,10 +11,11 @@ from flax import linen as nn
 from flax import nnx
 
 import fp8_jax_owg as owg
+import jax_layers
+import jax_programs
 from fp8_common import Fp8Error
 from fp8_jax_owg import nnx as owg_nnx
-from tests.helpers import jax_layers, jax_programs
-from tests.helpers.jax_layers import COLLECTION
+from jax_layers import COLLECTION
 
 FORMS = ("marks", "bare argument", "linen", "nnx", "nnx state", "bridge")
 

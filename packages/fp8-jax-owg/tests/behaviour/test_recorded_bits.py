@@ -25,10 +25,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import fp8_jax_owg as owg
+import jax_layers
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
-from tests.helpers import jax_layers
-from tests.helpers.jax_layers import MATMUL
+from jax_layers import MATMUL
 
 WIDTH, LAYERS, STEPS = 8, 3, 3
 BASE = owg.DelayedScaling(amax_history_length=4, kernel_gradient="kernel")

@@ -14,14 +14,14 @@ from flax import linen as nn
 from flax import nnx
 
 import fp8_jax_owg as owg
+import jax_layers
 from fp8_common import Fp8Error
 from fp8_jax_owg import DelayedScaling
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
 from fp8_jax_owg.optimizers import MultiSteps, bypass_owg
 from fp8_jax_owg.state import cotangents
-from tests.helpers import jax_layers
-from tests.helpers.jax_layers import BOTH, COLLECTION, T, dot, newest, normal, start, use
+from jax_layers import BOTH, COLLECTION, T, dot, newest, normal, start, use
 
 SCALING = DelayedScaling(amax_history_length=4)
 WIDTH = 8

@@ -11,7 +11,7 @@ import pytest
 import fp8_common
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error, Fp8UnsupportedError
-from tests.helpers.jax_layers import MATMUL, casts, convolution, distance, dot, meta_of, normal, ragged, transposed
+from jax_layers import MATMUL, casts, convolution, distance, dot, meta_of, normal, ragged, transposed
 
 SHAPES = {
     "mk,kn->mn": ((4, 8), (8, 5), MATMUL),

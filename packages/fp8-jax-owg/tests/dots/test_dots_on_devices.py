@@ -11,12 +11,12 @@ from jax.sharding import AxisType, auto_axes
 from jax.sharding import PartitionSpec as P
 
 import fp8_jax_owg as owg
+import jax_layers
 from fp8_common import Fp8UnsupportedError
 from fp8_jax_owg import CurrentScaling
 from fp8_jax_owg import nnx as owg_nnx
 from fp8_jax_owg.pipeline import Schedule, pipeline
-from tests.helpers import jax_layers
-from tests.helpers.jax_layers import BOTH, MATMUL, SCALING, T, casts, convolution, dot, meta_of, ragged, transposed
+from jax_layers import BOTH, MATMUL, SCALING, T, casts, convolution, dot, meta_of, ragged, transposed
 
 # powers of two, so that casts of small integers are exact whatever the local amax is
 SCALINGS = {

@@ -9,7 +9,7 @@ from flax import linen as nn
 import fp8_jax_owg as owg
 from fp8_jax_owg import CurrentScaling
 from fp8_jax_owg.linen import Fp8DotGeneralOp
-from tests.helpers.jax_layers import MATMUL, SCALING, convolution, dot, mesh, meta_of, normal, ragged, stacked
+from jax_layers import MATMUL, SCALING, convolution, dot, mesh, meta_of, normal, ragged, stacked
 
 POLICIES = {
     "everything": jax.checkpoint_policies.everything_saveable,

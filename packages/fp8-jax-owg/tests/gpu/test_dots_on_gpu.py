@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fp8_jax_owg as owg
-from tests.helpers.jax_layers import dot, meta_of
+from jax_layers import dot, meta_of
 
 SCALINGS = {
     "delayed": owg.DelayedScaling(),

@@ -12,13 +12,13 @@ from flax import nnx
 
 import fp8_common
 import fp8_jax_owg as owg
+import jax_layers
 from fp8_common import POWER_OF_2, RECIPES, CastRecipe, Fp8Error, Recipe
 from fp8_jax_owg import CurrentScaling, DelayedScaling, checkpoint
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
 from fp8_jax_owg.scaling import as_scaling, recipe_of
-from tests.helpers import jax_layers
-from tests.helpers.jax_layers import BOTH, COLLECTION, MATMUL, T, distance, newest, normal
+from jax_layers import BOTH, COLLECTION, MATMUL, T, distance, newest, normal
 
 SCALING = DelayedScaling(amax_history_length=2)
 LEAVES = set(owg.init_meta())

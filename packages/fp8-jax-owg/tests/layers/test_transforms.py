@@ -15,13 +15,13 @@ from flax.linen import fp8_ops
 from jax import lax
 
 import fp8_jax_owg as owg
+import jax_layers
 from fp8_common import Fp8Error
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
 from fp8_jax_owg.state.cotangents import fp8_state
-from tests.helpers import jax_layers
-from tests.helpers.jax_layers import BOTH, COLLECTION, SCALING, SEEN, T, newest
-from tests.helpers.jax_losses import Declared
+from jax_layers import BOTH, COLLECTION, SCALING, SEEN, T, newest
+from jax_losses import Declared
 
 
 def inputs():

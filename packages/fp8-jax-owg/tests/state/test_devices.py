@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
-from tests.helpers.jax_layers import (
+from jax_layers import (
     NAN,
     NOTHING,
     SCALING,

@@ -14,8 +14,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import fp8_jax_owg as owg
-from tests.helpers import jax_layers
-from tests.helpers.jax_layers import (
+import jax_layers
+from jax_layers import (
     NAN,
     NOTHING,
     SEEN,

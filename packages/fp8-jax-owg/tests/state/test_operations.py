@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from tests.helpers import jax_losses
+import jax_losses
 
 
 @functools.cache

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import fp8_jax_owg as owg
+import jax_layers
 from fp8_common import Fp8Error
-from tests.helpers import jax_layers
-from tests.helpers.jax_layers import (
+from jax_layers import (
     MATMUL,
     NOTHING,
     SCALING,

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8_te_init as fti
 from fp8_common.torch.compat import local_of
-from tests.helpers.primary_facts import rounded
+from primary_facts import rounded
 from tests.helpers.primary_models import CastAtEachForward
 from tests.helpers.sharded_models import mlp, shard
 from tests.helpers.tensors import placed_like, whole

@@ -19,7 +19,7 @@ import fp8_te_init as fti
 from fp8_common import Fp8Error
 from fp8_te_init.weight.part import Part
 from fp8_te_init.weight.state import WeightState
-from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters, weights
+from primary_facts import are_codes_of_masters, codes, equal, masters, weights
 from tests.helpers.primary_models import RECIPES, built, deep, loss_of, masters_for, plain, plain_deep, sharded, step
 from tests.helpers.ranks import on_ranks
 from tests.helpers.sharded_models import WIDTHS, shard

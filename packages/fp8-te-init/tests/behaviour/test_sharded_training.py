@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8_te_init as fti
+from primary_facts import equal, masters
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.primary_facts import equal, masters
 from tests.helpers.primary_models import deep, masters_for, plain_deep
 from tests.helpers.ranks import on_ranks
 from tests.helpers.sharded_models import WIDTHS, batches, loss_of, mlp, shard

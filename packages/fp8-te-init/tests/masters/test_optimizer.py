@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fp8_te_init as fti
-from tests.helpers.primary_facts import are_codes_of_masters, equal, masters, weights
+from primary_facts import are_codes_of_masters, equal, masters, weights
 from tests.helpers.primary_models import RECIPES, built, loss_of, masters_for, plain, step
 from tests.helpers.processes import python
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
-from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters, weights
+from primary_facts import are_codes_of_masters, codes, equal, masters, weights
 from tests.helpers.primary_models import RECIPES, built, deep, loss_of, masters_for, step
 from tests.helpers.ranks import on_ranks
 from tests.helpers.sharded_models import WIDTHS, shard

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import fp8_te_init as fti
 from fp8_common import Fp8Error
 from fp8_te_init.masters import seed as seeding
-from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters, weights
+from primary_facts import are_codes_of_masters, codes, equal, masters, weights
 from tests.helpers.primary_models import RECIPES, built, masters_for, plain, step
 from tests.helpers.ranks import RankPool
 from tests.helpers.tensors import reloaded

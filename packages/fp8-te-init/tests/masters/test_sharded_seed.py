@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fp8_te_init as fti
-from tests.helpers.primary_facts import are_codes_of_masters, equal, masters, weights
+from primary_facts import are_codes_of_masters, equal, masters, weights
 from tests.helpers.primary_models import RECIPES, deep, masters_for, plain_deep, sharded
 from tests.helpers.tensors import whole
 

@@ -19,7 +19,7 @@ from fp8_te_init.published import (
     stream_weights,
 )
 from fp8_te_init.published.digests import digest
-from tests.helpers.published_files import (
+from published_files import (
     MOE,
     ODD,
     VLLM_CODES,
@@ -31,7 +31,7 @@ from tests.helpers.published_files import (
     wide,
     write,
 )
-from tests.helpers.published_models import Llama
+from published_models import Llama
 from tests.helpers.tensors import same
 
 LAYER = "model.layers.0.self_attn.q_proj"

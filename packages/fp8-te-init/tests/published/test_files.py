@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import published_files as made
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_common.torch import casts
 from fp8_te_init import memory_report
@@ -18,9 +19,8 @@ from fp8_te_init.published import weight as weight_module
 from fp8_te_init.published.files import Checkpoint
 from fp8_te_init.published.layers import PublishedLinear
 from fp8_te_init.published.weight import operand_of, published_of
-from tests.helpers import published_files as made
-from tests.helpers.published_files import LAYOUTS, MOE, ODD, tensors_of, values_of, write, write_tensors
-from tests.helpers.published_models import ATTENTION, Llama, adapt, batch, draw_adapters, fill_twin, loss_of
+from published_files import LAYOUTS, MOE, ODD, tensors_of, values_of, write, write_tensors
+from published_models import ATTENTION, Llama, adapt, batch, draw_adapters, fill_twin, loss_of
 from tests.helpers.tensors import same
 
 CONFIGS = {"odd": ODD, "moe": MOE}

@@ -9,8 +9,8 @@ from fp8_common.torch_layers.linear.function import LinearSpec, fp8_linear
 from fp8_common.torch_layers.linear.operand import quantize_operand
 from fp8_te_init.published import load_published
 from fp8_te_init.published.weight import E4M3
-from tests.helpers.published_files import MOE, ODD, tensors_of, values_of, write
-from tests.helpers.published_models import Llama
+from published_files import MOE, ODD, tensors_of, values_of, write
+from published_models import Llama
 from tests.helpers.tensors import same
 
 LAYER = "model.layers.0.self_attn.q_proj"

@@ -6,8 +6,8 @@ from torch.distributed.fsdp import fully_shard
 
 from fp8_common import Fp8Error
 from fp8_te_init.published import PublishedOptimizer, convert_published, load_published, save_published
-from tests.helpers.published_files import LAYOUTS, MOE, ODD, quantize, tensors_of, values_of, write
-from tests.helpers.published_models import Llama, batch, fill_twin, loss_of
+from published_files import LAYOUTS, MOE, ODD, quantize, tensors_of, values_of, write
+from published_models import Llama, batch, fill_twin, loss_of
 from tests.helpers.tensors import reloaded, same
 
 

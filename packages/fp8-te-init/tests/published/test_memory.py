@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from published_files import FP8
 from tests.helpers.processes import python
-from tests.helpers.published_files import FP8
 
 LOAD = """
 import pathlib, sys

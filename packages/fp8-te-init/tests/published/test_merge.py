@@ -11,8 +11,8 @@ from fp8_te_init.published import (
     save_published,
 )
 from fp8_te_init.published.weight import published_of
-from tests.helpers.published_files import ODD, tensors_of, write
-from tests.helpers.published_models import ALL, Llama, adapt, batch, draw_adapters
+from published_files import ODD, tensors_of, write
+from published_models import ALL, Llama, adapt, batch, draw_adapters
 from tests.helpers.tensors import same
 
 LAYER = "model.layers.0.self_attn.q_proj"

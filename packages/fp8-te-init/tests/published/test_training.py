@@ -10,9 +10,8 @@ from fp8_common import Fp8Error
 from fp8_common.torch.compat import local_of
 from fp8_te_init.published import convert_published, load_published, save_published
 from fp8_te_init.published.weight import published_of
-from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.published_files import MOE, ODD, tensors_of, values_of, write
-from tests.helpers.published_models import (
+from published_files import MOE, ODD, tensors_of, values_of, write
+from published_models import (
     ATTENTION,
     Llama,
     adapt,
@@ -21,6 +20,7 @@ from tests.helpers.published_models import (
     fill_twin,
     loss_of,
 )
+from tests.helpers.collectives import CollectiveCounter
 from tests.helpers.tensors import same, whole
 
 CONFIGS = {"odd": ODD, "moe": MOE}

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
-from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters
+from primary_facts import are_codes_of_masters, codes, equal, masters
 from tests.helpers.primary_models import RECIPES, built, deep, masters_for, plain, plain_deep, sharded, step
 from tests.helpers.ranks import on_ranks
 from tests.helpers.sharded_models import shard

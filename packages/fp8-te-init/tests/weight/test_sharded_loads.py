@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
-from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters, weights
+from primary_facts import are_codes_of_masters, codes, equal, masters, weights
 from tests.helpers.primary_models import RECIPES, deep, masters_for, plain_deep, sharded, step, tied, train_tied
 from tests.helpers.ranks import on_ranks
 from tests.helpers.sharded_models import WIDTHS, mlp, shard

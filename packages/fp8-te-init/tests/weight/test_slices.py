@@ -9,7 +9,7 @@ from torch import nn
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
-from tests.helpers.primary_facts import codes, equal, weights
+from primary_facts import codes, equal, weights
 from tests.helpers.primary_models import RECIPES
 from tests.helpers.ranks import on_ranks
 

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import fp8_te_init as fti
-from tests.helpers.primary_facts import are_codes_of_masters, equal, masters, weights
+from primary_facts import are_codes_of_masters, equal, masters, weights
 from tests.helpers.primary_models import RECIPES, built, masters_for, plain, plain_deep, sharded, step
 from tests.helpers.ranks import on_ranks
 from tests.helpers.sharded_models import WIDTHS

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
-from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters, rounded
+from primary_facts import are_codes_of_masters, codes, equal, masters, rounded
 from tests.helpers.primary_models import RECIPES, Tied, built, loss_of, masters_for, plain, step, tied, train_tied
 
 # ---------------------------------------------------------------- values and codes that take a weight's place

@@ -12,9 +12,9 @@ from torch.torch_version import TorchVersion
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from fp8_common.torch_layers.sharding import fsdp
+from fsdp_models import RECIPES, Block, converted, mesh_of, seeded, shard
+from fsdp_training import batch, train
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.fsdp_models import RECIPES, Block, converted, mesh_of, seeded, shard
-from tests.helpers.fsdp_training import batch, train
 from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
-from tests.helpers.fsdp_models import converted, mesh_of, seeded, shard
-from tests.helpers.fsdp_training import batch, loss_of, plain_twin
+from fsdp_models import converted, mesh_of, seeded, shard
+from fsdp_training import batch, loss_of, plain_twin
 from tests.helpers.ranks import on_ranks
 
 

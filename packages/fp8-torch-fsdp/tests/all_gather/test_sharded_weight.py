@@ -10,8 +10,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.prune import l1_unstructured, remove
 
 from fp8_common import Fp8Error
-from tests.helpers.fsdp_models import converted, mesh_of, seeded, shard
-from tests.helpers.fsdp_training import batch
+from fsdp_models import converted, mesh_of, seeded, shard
+from fsdp_training import batch
 from tests.helpers.ranks import on_ranks
 
 

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import fp8_torch_fsdp as f8
+from fsdp_models import DIM, Mixture, converted, shard
+from fsdp_training import adamw, same, sgd, train
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.fsdp_models import DIM, Mixture, converted, shard
-from tests.helpers.fsdp_training import adamw, same, sgd, train
 from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed

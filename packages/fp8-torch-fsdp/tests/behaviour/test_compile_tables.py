@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fp8_torch_fsdp as f8
+from captured_graphs import CapturedGraphs
 from fp8_torch_fsdp.scales import sync
-from tests.helpers.captured_graphs import CapturedGraphs
-from tests.helpers.fsdp_models import RECIPES, converted, mesh_of, seeded
+from fsdp_models import RECIPES, converted, mesh_of, seeded
 from tests.helpers.ranks import fake_ranks
 
 BLOCKS, DIM, HIDDEN, VOCAB, TOKENS = 2, 32, 96, 64, 40

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import fp8_torch_fsdp as f8
-from tests.helpers.fsdp_models import DIM, RECIPES, converted, seeded, shard
-from tests.helpers.fsdp_training import adamw, batch, digest, unlike, whole
+from fsdp_models import DIM, RECIPES, converted, seeded, shard
+from fsdp_training import adamw, batch, digest, unlike, whole
 from tests.helpers.ranks import RankError, RankPool, on_ranks
 
 pytestmark = pytest.mark.distributed

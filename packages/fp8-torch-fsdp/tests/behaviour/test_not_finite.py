@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fp8_torch_fsdp as f8
+from fsdp_models import shard
 from tests.helpers import not_finite
-from tests.helpers.fsdp_models import shard
 from tests.helpers.ranks import on_ranks
 
 

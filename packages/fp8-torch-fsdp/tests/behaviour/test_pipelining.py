@@ -8,8 +8,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 import fp8_torch_fsdp as f8
-from tests.helpers.fsdp_models import DIM, Block, converted, mesh_of, seeded
-from tests.helpers.fsdp_training import adamw, batch, unlike, whole
+from fsdp_models import DIM, Block, converted, mesh_of, seeded
+from fsdp_training import adamw, batch, unlike, whole
 from tests.helpers.ranks import on_ranks
 
 MICROBATCHES, STEPS = 4, 3

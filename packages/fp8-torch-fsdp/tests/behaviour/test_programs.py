@@ -11,10 +11,10 @@ import hypothesis
 import pytest
 import torch
 
-from tests.helpers.fsdp_drawn import ENDING, NAMED, PROGRAMS, Program
-from tests.helpers.fsdp_models import RECIPES, WIDTHS
-from tests.helpers.fsdp_programs import Run
-from tests.helpers.fsdp_writes import COLLECTIVES, EDITS, READERS
+from fsdp_drawn import ENDING, NAMED, PROGRAMS, Program
+from fsdp_models import RECIPES, WIDTHS
+from fsdp_programs import Run
+from fsdp_writes import COLLECTIVES, EDITS, READERS
 from tests.helpers.ranks import RankError
 
 pytestmark = pytest.mark.distributed

@@ -22,9 +22,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fp8_torch_fsdp as f8
+from fsdp_models import RECIPES, seeded
+from fsdp_training import digest, values_here
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.fsdp_models import RECIPES, seeded
-from tests.helpers.fsdp_training import digest, values_here
 
 pytestmark = pytest.mark.distributed
 

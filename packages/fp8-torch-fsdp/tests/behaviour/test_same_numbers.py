@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fp8_torch_fsdp as f8
-from tests.helpers.fsdp_models import (
+from fsdp_models import (
     DIM,
     HIDDEN,
     RECIPES,
@@ -30,8 +30,8 @@ from tests.helpers.fsdp_models import (
     seeded,
     shard,
 )
-from tests.helpers.fsdp_rows import Row, both_gathers, check_all
-from tests.helpers.fsdp_training import batch, tokens, train
+from fsdp_rows import Row, both_gathers, check_all
+from fsdp_training import batch, tokens, train
 from tests.helpers.ranks import on_ranks
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fp8_torch_fsdp as f8
 from fp8_common.torch_layers.sharding import fsdp
-from tests.helpers.fsdp_models import RECIPES, Block, converted, mesh_of, shard
+from fsdp_models import RECIPES, Block, converted, mesh_of, shard
 from tests.helpers.ranks import fake_ranks
 from tests.helpers.stream_order import StreamOrder
 

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, prune
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
-from tests.helpers.fsdp_models import converted, mesh_of, seeded
+from fsdp_models import converted, mesh_of, seeded
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tensors import reloaded
 

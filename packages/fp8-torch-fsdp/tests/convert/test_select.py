@@ -10,7 +10,7 @@ from torch import nn
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
-from tests.helpers.fsdp_models import Decoder
+from fsdp_models import Decoder
 
 
 def no_head(layer, name):

@@ -13,8 +13,8 @@ import fp8_torch_fsdp as f8
 from fp8_common import POWER_OF_2, RECIPES, CastRecipe, Fp8Error, Recipe
 from fp8_common.torch import dequantize, quantize_rowwise
 from fp8_common.torch_layers.linear.row_codes import RowCodes
+from fsdp_models import STATIC, Experts, converted, mesh_of
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.fsdp_models import STATIC, Experts, converted, mesh_of
 from tests.helpers.ranks import on_ranks
 
 WIDTH, HIDDEN, LOCAL, TOP = 512, 48, 3, 2

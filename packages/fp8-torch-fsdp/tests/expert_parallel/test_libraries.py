@@ -17,7 +17,7 @@ import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from fp8_common.torch_layers.linear.row_codes import RowCodes
 from fp8_torch_fsdp.expert_parallel.torchtitan import dispatch_in_codes
-from tests.helpers.fsdp_models import mesh_of
+from fsdp_models import mesh_of
 from tests.helpers.ranks import on_ranks
 
 WIDTH, HIDDEN, LOCAL, TOP = 64, 32, 3, 2

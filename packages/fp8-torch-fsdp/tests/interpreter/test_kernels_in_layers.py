@@ -7,8 +7,8 @@ from torch import nn
 
 from fp8_common.torch import _triton
 from fp8_torch_fsdp import dispatch_tokens
-from tests.helpers.fsdp_models import Experts, converted, seeded, with_delayed
-from tests.helpers.fsdp_training import batch
+from fsdp_models import Experts, converted, seeded, with_delayed
+from fsdp_training import batch
 
 
 def dense(recipe):

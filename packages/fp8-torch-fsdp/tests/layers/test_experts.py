@@ -12,10 +12,10 @@ from torch.distributed.tensor import Shard
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
+from fsdp_models import DIM, HIDDEN, RECIPES, STATIC, Experts, Mixture, converted, mesh_of, seeded, shard
+from fsdp_rows import Row, both_gathers, check, check_all
+from fsdp_training import adamw, batch, train
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.fsdp_models import DIM, HIDDEN, RECIPES, STATIC, Experts, Mixture, converted, mesh_of, seeded, shard
-from tests.helpers.fsdp_rows import Row, both_gathers, check, check_all
-from tests.helpers.fsdp_training import adamw, batch, train
 from tests.helpers.ranks import on_ranks
 
 

@@ -9,9 +9,9 @@ import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from fp8_common.torch.numerics import silu_mul, silu_mul_backward
 from fp8_common.torch_layers.linear import gated
-from tests.helpers.fsdp_models import DIM, Experts
-from tests.helpers.fsdp_rows import Row, both_gathers, check
-from tests.helpers.fsdp_training import adamw
+from fsdp_models import DIM, Experts
+from fsdp_rows import Row, both_gathers, check
+from fsdp_training import adamw
 from tests.helpers.ranks import on_ranks
 
 HIDDEN, FEATURES = 80, 48

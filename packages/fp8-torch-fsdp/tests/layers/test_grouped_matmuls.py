@@ -9,7 +9,7 @@ from torch import nn
 import fp8_torch_fsdp as f8
 from fp8_common import RECIPES as OF_COMMON
 from fp8_common import Fp8Error, Fp8UnsupportedError
-from tests.helpers.fsdp_models import RECIPES, STATIC, Experts, converted, with_delayed
+from fsdp_models import RECIPES, STATIC, Experts, converted, with_delayed
 
 COLUMNS, ROWS = 48, 160
 # rows of each expert in each step: none, one, no multiple of 16, more than a block of 128; expert 1 gets its first ones

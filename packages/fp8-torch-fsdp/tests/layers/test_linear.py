@@ -11,8 +11,8 @@ import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_common.torch_layers.linear.matmul import MatmulOptions, matmul
 from fp8_common.torch_layers.linear.operand import quantize_operand
-from tests.helpers.fsdp_models import RECIPES, Conv1D, Experts, converted, seeded
-from tests.helpers.fsdp_training import batch
+from fsdp_models import RECIPES, Conv1D, Experts, converted, seeded
+from fsdp_training import batch
 
 
 def plain():

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from captured_graphs import CapturedGraphs
 from fp8_common.torch import _triton
 from fp8_torch_fsdp.scales import delayed, sync
-from tests.helpers.captured_graphs import CapturedGraphs
-from tests.helpers.fsdp_models import converted, mesh_of, seeded, with_delayed
-from tests.helpers.fsdp_training import batch, train
+from fsdp_models import converted, mesh_of, seeded, with_delayed
+from fsdp_training import batch, train
 from tests.helpers.ranks import on_ranks
 
 # What one forward and backward of one layer without FSDP casts: an operand once for each matmul that needs other codes.

@@ -18,8 +18,8 @@ from fp8_common.torch.delayed import fitting
 from fp8_torch_fsdp.scales import sync
 from fp8_torch_fsdp.scales.delayed import delayed_scales
 from fp8_torch_fsdp.scales.invalidate import nan_if_stale
-from tests.helpers.fsdp_models import Experts, converted, seeded, shard, with_delayed
-from tests.helpers.fsdp_training import batch, loss_of, train, unlike, whole
+from fsdp_models import Experts, converted, seeded, shard, with_delayed
+from fsdp_training import batch, loss_of, train, unlike, whole
 from tests.helpers.ranks import on_ranks
 
 

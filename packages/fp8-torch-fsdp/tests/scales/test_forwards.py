@@ -14,9 +14,9 @@ from fp8_common.torch_layers.sharding import gathered
 from fp8_torch_fsdp.scales import sync
 from fp8_torch_fsdp.scales.forwards import Forwards
 from fp8_torch_fsdp.scales.weight import CodeSnapshot
-from tests.helpers.fsdp_models import DIM, Mixture, mesh_of
-from tests.helpers.fsdp_situations import RECOMPUTE, SITUATIONS, WIDTH, Setting
-from tests.helpers.fsdp_training import batch
+from fsdp_models import DIM, Mixture, mesh_of
+from fsdp_situations import RECOMPUTE, SITUATIONS, WIDTH, Setting
+from fsdp_training import batch
 from tests.helpers.ranks import on_ranks
 
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")

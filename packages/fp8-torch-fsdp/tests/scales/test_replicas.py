@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8_te_init as fti
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
-from tests.helpers.fsdp_models import RECIPES
+from fsdp_models import RECIPES
 from tests.helpers.primary_models import masters_for
 from tests.helpers.ranks import on_ranks
 

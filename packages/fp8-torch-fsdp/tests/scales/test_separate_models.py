@@ -10,8 +10,8 @@ from torch import nn
 
 import fp8_torch_fsdp as f8
 from fp8_torch_fsdp.scales.delayed import delayed_scales
-from tests.helpers.fsdp_models import converted, seeded, shard, with_delayed
-from tests.helpers.fsdp_training import adamw, batch, loss_of, unlike, whole
+from fsdp_models import converted, seeded, shard, with_delayed
+from fsdp_training import adamw, batch, loss_of, unlike, whole
 from tests.helpers.ranks import on_ranks
 
 DELAYED = {"delayed": with_delayed(history_len=4, scale_fn="most_recent")}

@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 import fp8_torch_fsdp as f8
-from tests.helpers.fsdp_models import Block, converted, seeded
-from tests.helpers.fsdp_situations import reshard
-from tests.helpers.fsdp_training import batch, unlike, whole
+from fsdp_models import Block, converted, seeded
+from fsdp_situations import reshard
+from fsdp_training import batch, unlike, whole
 from tests.helpers.ranks import on_ranks
 
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")

@@ -11,8 +11,8 @@ import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error, Fp8StaleError
 from fp8_torch_fsdp.scales.sync import sync_of
 from fp8_torch_fsdp.scales.weight import Fp8Weight
-from tests.helpers.fsdp_models import converted, mesh_of, seeded, shard
-from tests.helpers.fsdp_training import adamw, batch
+from fsdp_models import converted, mesh_of, seeded, shard
+from fsdp_training import adamw, batch
 from tests.helpers.ranks import on_ranks
 from tests.helpers.sharded_models import loss_of
 

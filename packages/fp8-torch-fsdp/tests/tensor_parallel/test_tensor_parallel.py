@@ -11,10 +11,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
+from fsdp_models import DIM, RECIPES, Block, converted, decoded, mesh_of, seeded, shard
+from fsdp_rows import Row, both_gathers, check
+from fsdp_training import batch
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.fsdp_models import DIM, RECIPES, Block, converted, decoded, mesh_of, seeded, shard
-from tests.helpers.fsdp_rows import Row, both_gathers, check
-from tests.helpers.fsdp_training import batch
 from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
+from fsdp_models import DIM, RECIPES, STATIC, WIDTHS, Tied, chain, converted, mesh_of, seeded, shard
+from fsdp_rows import Row, check, check_all
+from fsdp_training import batch, loss_of, tokens, train
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.fsdp_models import DIM, RECIPES, STATIC, WIDTHS, Tied, chain, converted, mesh_of, seeded, shard
-from tests.helpers.fsdp_rows import Row, check, check_all
-from tests.helpers.fsdp_training import batch, loss_of, tokens, train
 from tests.helpers.ranks import on_ranks
 
 CASTS = {name: name for name in RECIPES} | {"static": STATIC}

@@ -16,11 +16,11 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 import fp8_jax_owg as owg
+import jax_layers
 from fp8_common import Fp8Error
 from fp8_jax_owg import nnx as owg_nnx
-from tests.helpers import jax_layers
-from tests.helpers.jax_layers import BOTH, SCALING, T, newest
-from tests.helpers.jax_operations import CHANGED, IN_PYTHON, KEY, REFUSED, RIGHT, ZEROS, floating
+from jax_layers import BOTH, SCALING, T, newest
+from jax_operations import CHANGED, IN_PYTHON, KEY, REFUSED, RIGHT, ZEROS, floating
 
 X = np.float32([[1, 5], [3, 2]])
 Apply = Callable[[Any, Any], jax.Array]

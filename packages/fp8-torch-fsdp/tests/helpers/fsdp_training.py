@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_torch_fsdp as f8
-from tests.helpers.fsdp_models import DIM, converted
+from fsdp_models import DIM, converted
 from tests.helpers.sharded_models import loss_of
 from tests.helpers.tensors import same
 

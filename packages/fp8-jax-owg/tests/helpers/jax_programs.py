@@ -18,8 +18,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import fp8_common
 import fp8_jax_owg as owg
-from tests.helpers import jax_operations
-from tests.helpers.jax_layers import MATMUL
+import jax_operations
+from jax_layers import MATMUL
 
 SCALING = owg.DelayedScaling(amax_history_length=2)
 TENSORS = ("input", "kernel", "output_grad")

@@ -11,14 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8_common import CANONICAL, E8M0, Format
-from fp8_common._reference.quantize import MX_BLOCK
-from fp8_common.formats import DATA_FORMATS
-from fp8_common.policy import HISTORY_ALGOS, MX_MODES
-from fp8_common.presets import PRESETS
-from fp8_common.testing import adversarial_amax, all_codes
-from tests.helpers.conformance_implementations import Implementation, NotDefinedError
-from tests.helpers.conformance_inputs import (
+from conformance_implementations import Implementation, NotDefinedError
+from conformance_inputs import (
     DTYPES,
     NONFINITE_SCALES,
     SCALES,
@@ -33,6 +27,12 @@ from tests.helpers.conformance_inputs import (
     shapes,
     values,
 )
+from fp8_common import CANONICAL, E8M0, Format
+from fp8_common._reference.quantize import MX_BLOCK
+from fp8_common.formats import DATA_FORMATS
+from fp8_common.policy import HISTORY_ALGOS, MX_MODES
+from fp8_common.presets import PRESETS
+from fp8_common.testing import adversarial_amax, all_codes
 
 
 class Call:

@@ -126,7 +126,7 @@ def frameworks() -> tuple[Implementation, ...]:
 
 def interpreted() -> tuple[Implementation, ...]:
     """Return the Triton kernels, run by an interpreter that is made exact."""
-    from tests.helpers import conformance_triton
+    import conformance_triton
     from tests.helpers.interpreter import exact_interpreter
 
     kernels = Implementation(

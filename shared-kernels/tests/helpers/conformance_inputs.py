@@ -8,12 +8,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from conformance_implementations import INTERPRETS
 from fp8_common import CANONICAL, POWER_OF_2, Format, ScalePolicy
 from fp8_common.formats import DATA_FORMATS, get_format
 from fp8_common.policy import MX_MODES, SCALE_MAX, SCALE_MIN
 from fp8_common.presets import PRESETS
 from fp8_common.testing import adversarial, all_bfloat16, all_float16, special_values
-from tests.helpers.conformance_implementations import INTERPRETS
 
 SEED = 20260801
 DTYPES = ("float32", "bfloat16", "float16")

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 import fp8_torch_fsdp as f8
 from fp8_common import CANONICAL, POWER_OF_2
-from tests.helpers.fsdp_models import RECIPES, STATIC, with_delayed
-from tests.helpers.fsdp_writes import EDITS, READERS
+from fsdp_models import RECIPES, STATIC, with_delayed
+from fsdp_writes import EDITS, READERS
 
 WIDTHS = ((24, 40, 7, 24), (24, 2, 40, 24), (24, 136, 24))
 

@@ -19,11 +19,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.utils.checkpoint import checkpoint
 
 import fp8_torch_fsdp as f8
-from tests.helpers.fsdp_drawn import NAMED, OPTIMIZERS, Program
-from tests.helpers.fsdp_models import converted, mesh_of, seeded
-from tests.helpers.fsdp_situations import swapped
-from tests.helpers.fsdp_training import batch, same, unlike, values_here, whole
-from tests.helpers.fsdp_writes import COLLECTIVES, EDITS, READERS, local_of
+from fsdp_drawn import NAMED, OPTIMIZERS, Program
+from fsdp_models import converted, mesh_of, seeded
+from fsdp_situations import swapped
+from fsdp_training import batch, same, unlike, values_here, whole
+from fsdp_writes import COLLECTIVES, EDITS, READERS, local_of
 
 
 class InterruptedError(Exception):

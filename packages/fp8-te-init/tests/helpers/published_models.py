@@ -8,7 +8,7 @@ from torch import nn
 
 from fp8_common.torch.compat import local_of
 from fp8_common.torch_layers.sharding.fsdp import region_of
-from tests.helpers.published_files import tensors_of, values_of
+from published_files import tensors_of, values_of
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from fp8_torch_fsdp import fully_shard_traceable
-from tests.helpers.fsdp_models import converted, seeded
-from tests.helpers.fsdp_training import batch
-from tests.helpers.fsdp_writes import local_of
+from fsdp_models import converted, seeded
+from fsdp_training import batch
+from fsdp_writes import local_of
 
 WIDTH, HIDDEN = 32, 96
 Gradients = list[torch.Tensor]

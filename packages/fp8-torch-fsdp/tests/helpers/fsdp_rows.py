@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import fp8_torch_fsdp as f8
-from tests.helpers.fsdp_models import RECIPES, blocks, converted, seeded, shard
-from tests.helpers.fsdp_training import train, unlike, whole
+from fsdp_models import RECIPES, blocks, converted, seeded, shard
+from fsdp_training import train, unlike, whole
 
 
 class Row(NamedTuple):

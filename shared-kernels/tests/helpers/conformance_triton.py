@@ -5,12 +5,12 @@ Only what a kernel computes counts: a call that `fp8_common.torch` hands to its 
 
 import torch
 
+from conformance_implementations import NotDefinedError
 from fp8_common import CANONICAL
 from fp8_common._kernels import scale_rule
 from fp8_common.hardware import has_kernels
 from fp8_common.numerics import Quantized
 from fp8_common.torch import casts, decoding, delayed, torch_dtype
-from tests.helpers.conformance_implementations import NotDefinedError
 
 
 def need(condition, fmt, policy=None):
