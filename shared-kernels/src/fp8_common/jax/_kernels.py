@@ -37,8 +37,8 @@ from fp8_common.jax.numerics import vary_alike, varying_axes
 
 CALL_TARGET = "triton_kernel_call_ffi"
 OLDEST_PTX, OLDEST_PTX_OF_BLACKWELL = 81, 86
-"""Oldest PTX versions that support the kernels. Triton writes the newest version of its own ptxas, but XLA assembles
-with another one: the ptxas of CUDA 12 rejects the version that Triton 3.9 writes.
+"""Oldest PTX versions that support the kernels. Triton writes the newest version that its ptxas supports, but XLA
+assembles with another ptxas: that of CUDA 12 rejects the version that Triton 3.9 writes.
 """
 _capability: contextvars.ContextVar[int | None] = contextvars.ContextVar("capability", default=None)
 
@@ -131,7 +131,7 @@ class KernelOp:
 
 
 def _typed_like(aval: Any, shape: tuple[int, ...], dtype: Any) -> ShapedArray:
-    """Return an array type on the mesh of another, varying along its axes.
+    """Return an array type with the mesh and varying axes of another.
 
     Without an explicit mesh in the type, JAX cannot infer how to shard a matmul of a replicated array.
     """
@@ -151,7 +151,7 @@ def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Sequence[jax.A
 
 @contextmanager
 def lowering_for(capability: int) -> Iterator[None]:
-    """Lower code in this context for a GPU of a given compute capability.
+    """Lower for a GPU of a given compute capability in this context.
 
     JAX caches lowered functions: call `jax.clear_caches()` before lowering the same function for another GPU.
 

@@ -178,7 +178,7 @@ def round_to_codes_at_random(x: jax.Array, random_bits: jax.Array, fmt: Format) 
 # From here on, `lax` primitives are used, because `jnp` traces a function for each operator, and casts are traced for
 # each shape.
 def _magnitude_and_binade(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
-    """Return the bits of min(|x|, max), and of the power of two below it.
+    """Return the bits of min(|x|, max), and of its power of two.
 
     The power of two is at least the smallest normal value of the format.
     """

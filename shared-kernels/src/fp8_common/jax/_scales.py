@@ -110,9 +110,9 @@ def _reciprocal(scale: jax.Array) -> jax.Array:
 
 
 def _subnormal_reciprocal_bits(key: jax.Array) -> jax.Array:
-    """Return the bits of RN32(1 / scale) for 2^126 < scale < inf.
+    """Return the bits of RN32(1 / scale) for scales above 2^126.
 
-    They are the integer nearest to 2^149 / scale. With scale = significand * 2^(field - 150), this is
+    The bits are the integer nearest to 2^149 / scale. With scale = significand * 2^(field - 150), this is
     2^(299 - field) / significand. The error of the truncated float quotient is less than 1.5. The remainder, modulo
     2^32 (where the numerator is 0), gives the direction of the correction. There are no ties.
     """

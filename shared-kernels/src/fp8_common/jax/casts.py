@@ -1,8 +1,8 @@
-"""Casts with tensor scales, to FP8 and back: definitions, kernels.
+"""Casts with tensor scales, to FP8 and back: jnp code and kernels.
 
-Data has the format's native dtype (`jnp.float8_e4m3fn`, ...). Everything here has zero gradients but `fake_quantize`.
-Formats, policies and dtypes are static under jit. `cast`, `cast_with_amax`, `cast_transpose` and `multiply_back`
-are for plugins.
+Data have the native dtype of the format (`jnp.float8_e4m3fn`, ...). All gradients are zero, except that of
+`fake_quantize`. Formats, policies and dtypes are static under jit. `cast`, `cast_with_amax`, `cast_transpose`,
+`cast_transpose_with_amax`, `amax_of` and `multiply_back` are for plugins.
 """
 
 import math
@@ -45,26 +45,26 @@ from fp8_common.jax.numerics import (
 )
 
 FOLDS = 8
+"""Number of rows that `_folded` reduces at once."""
 FOLD_FROM_BYTES = 1 << 16
-"""Size from which folding pays for the time that it takes to compile."""
+"""Size from which folding is faster in spite of its longer compilation."""
 
 # ---------------------------------------------------------------- amax
 
 
 def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> jax.Array:
-    """Return max |x| over `axis` as exact float32.
+    """Return max |x| over axes as float32, exactly.
 
-    Subnormals count although XLA flushes them.
-
-    The gradient is zero. Across devices, combine amax by `jax.lax.pmax` of its bits.
+    Subnormals count, although XLA flushes them. The gradient is zero. Across devices, combine amax by `jax.lax.pmax` of
+    their bits.
 
     Args:
         x: float16, bfloat16 or float32, any shape.
         axis: Axis or axes to reduce; None reduces all. Static under jit.
-        keepdims: Keep reduced axes with length 1. Static under jit.
+        keepdims: Whether to keep reduced axes with length 1. Static under jit.
 
     Returns:
-        float32; 0 for an empty reduction, NaN if any reduced element is NaN, else inf if any is infinite.
+        float32; 0 for an empty reduction, NaN if any reduced element is NaN, else infinity if any is infinite.
 
     Raises:
         Fp8Error: If the dtype of `x` is not supported.
@@ -77,12 +77,12 @@ def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool =
 
 
 def amax_of(x: jax.Array, rounded: bool) -> jax.Array:
-    """Return `amax(x)`, with `rounded` of float32 `x` rounded to bfloat16."""
+    """Return `amax(x)`; with `rounded`, of float32 `x` rounded to bfloat16."""
     return from_bits(_AMAX_KEY(x, rounded=rounded)[0][0])
 
 
 def _read(x: jax.Array, rounded: bool) -> jax.Array:
-    # not two conversions, which XLA removes
+    # Two conversions would be removed by XLA.
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) if rounded else x
 
 
@@ -94,15 +94,15 @@ _AMAX_KEY = KernelOp(
     name="fp8_amax_key",
     reference=_key_of_amax,
     plan=lambda plans, x, *, rounded: plans.amax(x.size, str(x.dtype), rounded=rounded),
-    # the kernel reduces a whole array of at least one dimension
+    # The kernel reduces a whole array of at least one dimension.
     fits=lambda x, *, rounded: x.ndim > 0,
 )
 
 
 def amax_by_jnp(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> jax.Array:
-    """Return `amax` as jnp code: an integer maximum over bits.
+    """Return `amax` by jnp code, an integer maximum over bits.
 
-    As `fp8_common.amax` defines it.
+    Arguments are those of `amax`.
     """
     return _amax(as_input(x), axis=tuple(axis) if isinstance(axis, Sequence) else axis, keepdims=keepdims)
 
@@ -110,35 +110,37 @@ def amax_by_jnp(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims:
 @partial(jax.jit, static_argnames=("axis", "keepdims"), inline=True)
 def _amax(x: jax.Array, *, axis: int | tuple[int, ...] | None, keepdims: bool) -> jax.Array:
     width = np.dtype(f"int{8 * x.dtype.itemsize}")
-    # bits without the sign: integers that order |x|, NaN last
+    # The bits of |x| have the order of |x|, with NaN last.
     keys = lax.bitwise_and(lax.bitcast_convert_type(lax.stop_gradient(x), width), width.type(np.iinfo(width).max))
-    # Keys of 16 bits as float32, which holds them: XLA on CPUs compiles that faster. There are collectives of both.
+    # Keys of 16 bits are compared as float32, which represents them: XLA on CPUs compiles this faster. There are
+    # collectives for int32 and float32, but not for int16.
     kind = np.dtype(np.int32 if width.itemsize == 4 else np.float32)
     plain = lambda keys: jnp.max(keys.astype(kind), axis=axis, keepdims=keepdims, initial=0).astype(jnp.int32)  # noqa: E731
-    # Chosen when the program is lowered: it may be traced on a machine with another processor.
+    # The platform is selected at lowering, because the program may be traced on a machine with another processor.
     folds = axis is None and _folds(x)
     key = lax.platform_dependent(keys, cpu=lambda keys: plain(_folded(keys)), default=plain) if folds else plain(keys)
     if x.dtype == jnp.float16:
         return lax.bitcast_convert_type(key.astype(jnp.int16), x.dtype).astype(jnp.float32)
-    # by bits, because a conversion of bfloat16 may flush subnormals
+    # By bits, because a conversion of bfloat16 may flush subnormals.
     return from_bits(lax.shift_left(key, np.int32(32 - 8 * x.dtype.itemsize)))
 
 
 def _folds(x: jax.Array) -> bool:
-    """Return whether an array is large enough to fold evenly.
+    """Return whether an array can and should be reduced by `_folded`.
 
-    An array with symbolic dimensions is not; an array whose type is sharded cannot be reshaped so.
+    It must be large, its size divisible by `FOLDS` rows, its dimensions known, and its type not sharded.
     """
     known = all(isinstance(n, int) for n in x.shape) and not any(jax.typeof(x).sharding.spec)
     return known and x.size * x.dtype.itemsize >= FOLD_FROM_BYTES and x.size % (FOLDS * x.shape[-1]) == 0
 
 
 def _folded(keys: jax.Array) -> jax.Array:
-    """Reduce rows by rows, several times faster on CPUs.
+    """Reduce groups of `FOLDS` rows elementwise.
 
-    XLA compares elements of a row slowly.
+    On CPUs, XLA reduces elements of different rows several times faster than elements of the same row.
     """
-    # not where an array is sharded over devices, whose data it would move; behind a barrier, or XLA makes one of two
+    # The barrier prevents XLA from merging this reduction with the next one. Arrays that are sharded over devices are
+    # excluded by `_folds`, because the reshape would move their data.
     rows = keys.reshape(-1, *[1] * (keys.ndim - 2), FOLDS, keys.shape[-1])
     return lax.optimization_barrier(jnp.max(rows, axis=-2))
 
@@ -147,7 +149,9 @@ def _folded(keys: jax.Array) -> jax.Array:
 
 
 def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Array:
-    """Return `x * scale` in the native dtype of `fmt`, saturating; infinity becomes NaN.
+    """Return `x * scale`, rounded to nearest even, in the format's dtype.
+
+    Large finite magnitudes saturate; infinity and NaN become NaN.
 
     Args:
         x: float16, bfloat16 or float32, any shape.
@@ -165,13 +169,13 @@ def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Array:
 
 
 def cast(x: jax.Array, scale: jax.Array, fmt: Format, rounded: bool = False) -> jax.Array:
-    """Return `quantize` for canonical scales with a third of the operations.
+    """Return `quantize` for scales in [2^-126, 2^100], with fewer operations.
 
     Args:
         x: float16, bfloat16 or float32, any shape.
         scale: float32 in [2^-126, 2^100], broadcastable to `x`.
         fmt: FP8 format; static under jit.
-        rounded: Round a float32 `x` to bfloat16 first; static under jit. A kernel writes no copy.
+        rounded: Whether to round float32 `x` to bfloat16 first, without a copy in kernels; static under jit.
 
     Returns:
         float8 array of the shape of `x`.
@@ -180,9 +184,9 @@ def cast(x: jax.Array, scale: jax.Array, fmt: Format, rounded: bool = False) -> 
 
 
 def cast_with_amax(x: jax.Array, scale: jax.Array, fmt: Format, rounded: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Return `cast` and amax for one scale.
+    """Return `cast` for a single scale, and `amax_of(x, rounded)`.
 
-    A kernel reads `x` once.
+    A kernel reads `x` once. Arguments are those of `cast`.
     """
     data, key = _CAST_WITH_AMAX(x, scale, fmt=fmt, rounded=rounded)
     return data, from_bits(key[0])
@@ -191,7 +195,7 @@ def cast_with_amax(x: jax.Array, scale: jax.Array, fmt: Format, rounded: bool = 
 def cast_transpose(
     x: jax.Array, scale: jax.Array, fmt: Format, split: int, rounded: bool = False
 ) -> tuple[jax.Array, ...]:
-    """Return `cast` and its transpose for one scale.
+    """Return `cast` for a single scale, and its transpose.
 
     A kernel reads `x` once.
 
@@ -199,8 +203,8 @@ def cast_transpose(
         x: float16, bfloat16 or float32, at least two dimensions.
         scale: float32 in [2^-126, 2^100], one element.
         fmt: FP8 format; static under jit.
-        split: Number of dimensions that the transpose has last; static under jit.
-        rounded: As in `cast`.
+        split: Number of leading dimensions that the transpose moves to the end; static under jit.
+        rounded: Whether to round float32 `x` to bfloat16 first; static under jit.
     """
     return tuple(_CAST_TRANSPOSE(x, scale, fmt=fmt, split=split, rounded=rounded))
 
@@ -208,7 +212,7 @@ def cast_transpose(
 def cast_transpose_with_amax(
     x: jax.Array, scale: jax.Array, fmt: Format, split: int, rounded: bool = False
 ) -> tuple[jax.Array, ...]:
-    """Return `cast_transpose` and amax.
+    """Return the results of `cast_transpose`, and `amax_of(x, rounded)`.
 
     A kernel reads `x` once.
     """
@@ -216,18 +220,18 @@ def cast_transpose_with_amax(
     return *both, from_bits(key[0])
 
 
-# Jitted, so that an eager call is compiled as a whole; inlined where a caller is traced, which then shows no call.
+# Jitted, so that an eager call is compiled as a whole. Inlined, so that traced programs contain no call.
 @partial(jax.jit, static_argnames="fmt", inline=True)
 def quantize_by_jnp(x: jax.Array, scale: jax.Array, *, fmt: Format) -> jax.Array:
-    """Return `quantize` of checked arguments, for any scales."""
+    """Return `quantize` by jnp code, for any scales and validated arguments."""
     scaled = product_into(nan_where_infinite(x.astype(jnp.float32)), scale)
     return as_native(round_to_codes(scaled, fmt), fmt)
 
 
 @partial(jax.jit, static_argnames="fmt", inline=True)
 def cast_by_jnp(x: jax.Array, scale: jax.Array, *, fmt: Format) -> jax.Array:
-    """Return `cast` as jnp code."""
-    # In the range of scales it does not matter that XLA flushes subnormals: they round to zero in every format.
+    """Return `cast` by jnp code."""
+    # With scales in this range, subnormals round to zero in all formats, so XLA may flush them.
     value = x.astype(jnp.float32)
     return round_to_native(value * scale, fmt, lax.ge(float_key(value), np.int32(INF_KEY)))
 
@@ -272,7 +276,7 @@ def _transposed_too(
     x: jax.Array, scale: jax.Array, *, fmt: Format, split: int, rounded: bool
 ) -> tuple[jax.Array, jax.Array]:
     (data,) = _cast_read(x, scale, fmt=fmt, rounded=rounded)
-    # Not as a matrix: the partitioner may have sharded any of the dimensions.
+    # Transposed without a reshape to a matrix, because the partitioner may have sharded any of the dimensions.
     return data, lax.transpose(data, (*range(split, x.ndim), *range(split)))
 
 
@@ -308,9 +312,16 @@ _CAST_TRANSPOSE_WITH_AMAX = KernelOp(
 
 
 def quantize_stochastic(x: ArrayLike, scale: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -> jax.Array:
-    """Quantize with random rounding.
+    """Quantize with stochastic rounding; see `encode_stochastic`.
 
-    `random_bits` is uint32 of the shape of `x`.
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        scale: float32, broadcastable to `x`.
+        fmt: FP8 format; static under jit.
+        random_bits: uint32 of the shape of `x`, for example `jax.random.bits(key, x.shape)`.
+
+    Returns:
+        float8 array of the shape of `x`.
 
     Raises:
         Fp8Error: If the dtype, format or shape is not supported.
@@ -330,7 +341,7 @@ def dequantize(q: ArrayLike, scale: ArrayLike, fmt: str | Format, dtype: DTypeLi
     """Return `q * RN32(1 / scale)`, computed in float32 and rounded to `dtype`.
 
     Args:
-        q: The native dtype of `fmt`, or uint8 codes; any shape.
+        q: float8 data or uint8 codes, any shape.
         scale: float32 scale into FP8, broadcastable to `q`.
         fmt: FP8 format of `q`; static under jit.
         dtype: float32, float16 or bfloat16; static under jit.
@@ -344,9 +355,9 @@ def dequantize(q: ArrayLike, scale: ArrayLike, fmt: str | Format, dtype: DTypeLi
 
 
 def multiply_back(codes: jax.Array, scale_inv: jax.Array, fmt: Format, dtype: DTypeLike) -> jax.Array:
-    """Return uint8 `codes` times float32 `scale_inv`, in `dtype`.
+    """Return the values of uint8 codes times float32 `scale_inv`, in `dtype`.
 
-    Both have the same number of dimensions.
+    Both have the same number of dimensions, and `scale_inv` broadcasts.
 
     Raises:
         Fp8Error: If `dtype` is not float32, float16 or bfloat16.
@@ -363,11 +374,11 @@ def _multiply_back(codes: jax.Array, scale_inv: jax.Array, *, fmt: Format, dtype
 
 
 def fake_quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Array:
-    """Return `x` as its FP8 codes represent it: `dequantize(quantize(x, scale, fmt), scale, fmt, x.dtype)`.
+    """Quantize and dequantize, with a straight-through gradient.
 
-    Forward mode: the tangent of `x` passes unchanged, the tangent of `scale` is dropped. Transposed: the
-    cotangent of the result is the cotangent of `x`, also where `x` saturates; `scale` gets zero. Second
-    derivatives are zero.
+    In forward mode, the tangent of `x` is passed through unchanged, and the tangent of `scale` is ignored. In reverse
+    mode, `x` gets the cotangent of the result, also where it saturates, and `scale` gets zero. Second derivatives are
+    zero.
 
     Args:
         x: float16, bfloat16 or float32, any shape.
@@ -375,7 +386,7 @@ def fake_quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Arra
         fmt: FP8 format; static under jit.
 
     Returns:
-        Array of the shape and dtype of `x`.
+        `dequantize(quantize(x, scale, fmt), scale, fmt, x.dtype)`, of the shape and dtype of `x`.
 
     Raises:
         Fp8Error: If the dtype or format is not supported, or `scale` does not broadcast.
@@ -385,7 +396,7 @@ def fake_quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Arra
     return _fake_quantize(x, scale, get_data_format(fmt))
 
 
-# A JVP and not a VJP: JAX transposes it for reverse mode, and forward mode works as well.
+# A JVP, which JAX transposes for reverse mode. With a VJP, forward mode would not work.
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _fake_quantize(x: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
     return dequantize(quantize(x, scale, fmt), scale, fmt, x.dtype)

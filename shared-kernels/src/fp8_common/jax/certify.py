@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from fp8_common.testing.certify import GRADIENT, Cast, Subject, Trace
 
 RATE = 2.0**-6
-"""Of the update: exact in every dtype."""
+"""Learning rate of the update, exact in all dtypes."""
 
 
 def descend(variables: Any, gradients: Any) -> Any:
-    """Return variables after a step of gradient descent."""
+    """Return the variables after one step of gradient descent."""
     return jax.tree.map(
         lambda value, gradient: (value - gradient.dtype.type(RATE) * gradient).astype(value.dtype), variables, gradients
     )
@@ -28,35 +28,35 @@ def subject(
     inputs: ArrayLike,
     *,
     value_and_grad: Callable[..., Any] = jax.value_and_grad,
-    add: Callable[[Any, Any], Any] = lambda one, other: jax.tree.map(jnp.add, one, other),
+    add: Callable[[Any, Any], Any] = lambda first, second: jax.tree.map(jnp.add, first, second),
     update: Callable[[Any, Any], Any] = descend,
     compared: Callable[[Any], Any] = lambda gradients: gradients,
     casts: Mapping[str, Cast] | None = None,
     warmup: int = 0,
 ) -> Subject:
-    """Return a function as a subject of certification.
+    """Return a JAX function as a subject for `certify`.
 
-    Mesh properties are not tested.
+    "mesh-invariant" is not tested.
 
     Args:
-        model: (function, variables). The function is called with variables and inputs; it returns its output, or a pair
-            of its output and the layers' outputs, by name in the order of computation.
-        inputs: [examples, tokens, ...].
-        value_and_grad: Differentiates by the variables, as `jax.value_and_grad` does.
-        add: Combines the gradients of two micro-batches.
-        update: Called with variables and gradients; returns the next variables.
-        compared: Returns the gradients that are compared; for overwritten variables, the other ones.
+        model: Pair (function, variables). The function of variables and inputs returns its output, or a pair of the
+            output and a dictionary of layers' outputs, in order of computation.
+        inputs: Array [examples, tokens, ...].
+        value_and_grad: Replacement for `jax.value_and_grad`.
+        add: Function that combines the gradients of two micro-batches.
+        update: Function of variables and gradients that returns the next variables.
+        compared: Function that selects the gradients to compare, for example without overwritten variables.
         casts: Casts into FP8 by name.
-        warmup: Steps before the questions, which fill the histories of delayed scaling.
+        warmup: Number of steps before the tests, to fill the histories of delayed scaling.
     """
     function, start = model
     names: list[str] = []
 
     def loss(variables: Any, x: jax.Array, counted: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
-        found = function(variables, x)
-        output, layers = found if isinstance(found, tuple) else (found, {})
-        names[:] = [*layers, "output"]  # while tracing: jit returns results sorted by name
-        # small whole numbers, not all equal: sums of them are exact if the model's are
+        results = function(variables, x)
+        output, layers = results if isinstance(results, tuple) else (results, {})
+        names[:] = [*layers, "output"]  # recorded while tracing, because jit sorts results by name
+        # The weights are small integers that differ: their sums are exact if the sums of the model are.
         weights = (np.arange(output[0].size).reshape(output.shape[1:]) * 7 % 5 - 2).astype(np.float32)
         mask = counted.reshape(*counted.shape, *(1,) * (output.ndim - 2)).astype(jnp.float32)
         return (output.astype(jnp.float32) * weights * mask).sum(), {**layers, "output": output}
@@ -74,7 +74,7 @@ def subject(
         return outputs | named, lambda: update(variables, gradients)
 
     def reload(variables: Any) -> Any:
-        # by way of bytes, which hold nothing else
+        # Through bytes, which contain the values only.
         leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, variables))
         return structure.unflatten([np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape) for x in leaves])
 

@@ -1,12 +1,11 @@
-"""Accepted arrays, float32 bits as integers, and exact arithmetic.
+"""Checks of arrays, float32 bits as integers, and exact arithmetic.
 
-Integers matter here more than elsewhere: XLA on CPUs treats subnormal operands of float operations as zero and replaces
-subnormal results by zero, so exact numbers are compared, selected and assembled on bits. A subnormal is an integer
-times 2^-149: an operand becomes that integer with the power of two moved to the scale, and a result is assembled by
-integer rounding.
+XLA on CPUs treats subnormal operands of float operations as zero, and replaces subnormal results by zero. Exact numbers
+are therefore compared, selected and assembled on bits. A subnormal is an integer times 2^-149: an operand is converted
+to that integer, with the power of two moved to the scale, and a result is assembled by integer rounding.
 
-XLA divides on GPUs by `div.full.f32`, which is up to two units off and returns zero for denominators above 2^126: the
-quotient of the significands is an estimate, corrected with its remainder by integers.
+XLA on GPUs divides by `div.full.f32`, whose error is up to two units in the last place, and whose result is zero for
+denominators above 2^126. The quotient of the significands is therefore an estimate, corrected by its integer remainder.
 """
 
 from typing import Any, TypeVar
@@ -27,16 +26,16 @@ from fp8_common.jax.compat import PROBLEM
 Tree = TypeVar("Tree")
 
 SIGN_MASK = -(2**31)
-"""The sign of float32 bits, as an int32."""
+"""Sign of float32 bits, as an int32."""
 EXPONENT_MASK = 0x7F800000
 MANTISSA_MASK = 0x007FFFFF
 HIDDEN_BIT = 0x00800000
 NAN_KEY = 0x7FC00000
-"""Put where a NaN belongs as bits, so that `jax_debug_nans` stops at none that were not there."""
+"""Bits of NaN. NaN results are selected as bits, so that `jax_debug_nans` does not stop at intermediate NaN."""
 ONE_BITS = 0x3F800000
-"""The bits of 1.0: with another mantissa, the bits of a number in [1, 2)."""
+"""Bits of 1.0; with another mantissa, bits of a number in [1, 2)."""
 LIFT = 64
-"""Subnormal operands are carried multiplied by 2^64, and results lowered again."""
+"""Exponent of the power of two that multiplies subnormal operands; results are multiplied by its inverse."""
 
 
 # ---------------------------------------------------------------- checks
@@ -47,10 +46,10 @@ def as_input(x: ArrayLike, what: str = "x") -> jax.Array:
 
     Args:
         x: Array (NumPy, JAX or traced) of float16, bfloat16 or float32.
-        what: The name of the argument in errors.
+        what: Name of the argument in errors.
 
     Raises:
-        Fp8Error: If `x` has another dtype; Python numbers and lists of them count as float64.
+        Fp8Error: If the dtype is not supported. Python numbers, and lists of them, count as float64.
     """
     dtype = _dtype(x)
     if dtype not in INPUT_DTYPES:
@@ -59,12 +58,15 @@ def as_input(x: ArrayLike, what: str = "x") -> jax.Array:
 
 
 def as_float32(x: ArrayLike, what: str = "x") -> jax.Array:
-    """Return `x` as exact float32; arguments and errors as in `as_input`."""
+    """Convert an array to float32, exactly.
+
+    Arguments and errors are those of `as_input`.
+    """
     return as_input(x, what).astype(jnp.float32)
 
 
 def to_uint8_codes(codes: ArrayLike, fmt: str | Format) -> jax.Array:
-    """Return `codes` as uint8, bitcasting arrays of the format's own dtype.
+    """Return codes as uint8; arrays of the format's own dtype are bitcast.
 
     Raises:
         Fp8Error: If the dtype is neither uint8 nor the format's own.
@@ -82,11 +84,10 @@ def as_native(codes: jax.Array, fmt: Format) -> jax.Array:
 
 
 def broadcast_scale(scale: ArrayLike, shape: tuple[int, ...], what: str = "scale") -> jax.Array:
-    """Return `scale` as float32 with the dimensions of `shape`.
+    """Return a scale as float32, with leading dimensions of length 1.
 
-    Each dimension has length 1 or `shape`'s.
-
-    It is not broadcast further, so that work on scales stays as small as the scales.
+    It then has as many dimensions as `shape`, each of length 1 or that of `shape`. It is not broadcast further, so that
+    operations on scales are as small as the scales.
 
     Raises:
         Fp8Error: If the dtype is not supported, or `scale` does not broadcast to `shape`.
@@ -100,8 +101,7 @@ def broadcast_scale(scale: ArrayLike, shape: tuple[int, ...], what: str = "scale
 
 
 def _dtype(x: ArrayLike) -> np.dtype:
-    # Not the dtype that JAX would give it: jnp.asarray makes float32 of a Python number, and its rounding would pass
-    # unseen.
+    # Not the dtype of `jnp.asarray`, which silently rounds Python numbers to float32.
     return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
 
 
@@ -109,20 +109,18 @@ def _dtype(x: ArrayLike) -> np.dtype:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Return the mesh axes along which a value may differ.
+    """Return the mesh axes along which an array or abstract value varies.
 
-    The value is an array or an abstract value.
-
-    Empty outside of `shard_map(..., check_vma=True)`.
+    The result is empty outside of `shard_map(..., check_vma=True)`.
 
     Raises:
-        Fp8UnsupportedError: Inside of a `shard_map`, with a JAX whose types do not show it.
+        Fp8UnsupportedError: If called inside of a `shard_map` with a JAX whose types lack these axes.
     """
     aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
     # Newer versions of JAX keep these axes in the attribute `mat` ("manual axis type"), older ones in `vma`.
     if (manual := getattr(aval, "mat", None)) is not None:
         return frozenset(manual.varying)
-    # No default: with one, a renamed attribute lost the axes, and an amax was one device's.
+    # There is no default: if the attribute were renamed, the axes would be lost, and an amax be of one device only.
     if (axes := getattr(aval, "vma", None)) is None and get_abstract_mesh().manual_axes:
         raise Fp8UnsupportedError(f"FP8 cannot run in shard_map: {PROBLEM}. Install a version of JAX that is tested.")
     return frozenset(axes or ())
@@ -131,11 +129,14 @@ def varying_axes(x: Any) -> frozenset[str]:
 def vary_alike(operands: Tree, others: Any = ()) -> Tree:
     """Make operands vary along the same mesh axes.
 
-    The axes along which an operand, or one of `others`, varies.
+    These are all axes along which an array of `operands` or `others` varies.
 
     Args:
         operands: Tree of arrays.
-        others: Tree of arrays that the result depends on as well.
+        others: Tree of further arrays on which the result depends.
+
+    Returns:
+        `operands`, converted.
     """
     axes = frozenset().union(*(varying_axes(leaf) for leaf in jax.tree.leaves((operands, others))))
 
@@ -150,24 +151,25 @@ def vary_alike(operands: Tree, others: Any = ()) -> Tree:
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """Return float32 bits as int32."""
+    """Return the int32 bits of a float32 array."""
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
 def from_bits(bits: jax.Array) -> jax.Array:
-    """Return the float32 whose bits are the int32 `bits`."""
+    """Return the float32 array with the given int32 bits."""
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def float_key(x: jax.Array) -> jax.Array:
-    """Return float32 bits without sign, an order-preserving int32 key."""
+    """Return the bits of |x|, an order-preserving int32 key."""
     return lax.bitwise_and(to_bits(x), np.int32(KEY_MASK))
 
 
 def flipped(bits: jax.Array) -> jax.Array:
-    """Return int32 with the order of negative numbers reversed.
+    """Return int32 keys in the order of floats, from their bits.
 
-    Of negative floats the greater has smaller bits.
+    The order of negative numbers is reversed, because greater negative floats have smaller bits. The function is its
+    own inverse.
     """
     return lax.bitwise_xor(bits, lax.bitwise_and(lax.shift_right_arithmetic(bits, np.int32(31)), np.int32(KEY_MASK)))
 
@@ -176,12 +178,14 @@ def flipped(bits: jax.Array) -> jax.Array:
 
 
 def divide_nearest(numerator: float | jax.Array, denominator: jax.Array) -> jax.Array:
-    """Return RN32(numerator / denominator); quotients below 2^-126 may come out as zero.
+    """Return RN32(numerator / denominator) for normal quotients.
+
+    Quotients below 2^-126 may become zero.
 
     Args:
-        numerator: float32, not negative: a number, or an array of the denominator's shape.
-        denominator: float32, any shape, not negative; zero, infinity and NaN give IEEE division's results. Subnormals
-            count as zero.
+        numerator: Non-negative float32: a number, or an array of the denominator's shape.
+        denominator: Non-negative float32, any shape. Zero, infinity and NaN give the results of IEEE division.
+            Subnormals count as zero.
     """
     return _quotient(jnp.broadcast_to(jnp.asarray(numerator, jnp.float32), denominator.shape), denominator)
 
@@ -189,20 +193,22 @@ def divide_nearest(numerator: float | jax.Array, denominator: jax.Array) -> jax.
 # A separate function in the traced program, so that divisions of equal shapes are traced and lowered once.
 @jax.jit
 def _quotient(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-    # Behind a barrier, and of equal shapes: XLA turns a division by a constant or a broadcast into a multiplication by
-    # the reciprocal, which rounds twice. Both are, or loops would hoist expressions of a constant numerator.
-    return lax.platform_dependent(*lax.optimization_barrier((numerator, denominator)), cpu=lax.div, default=_mended)
+    # The operands have equal shapes and pass a barrier, because XLA replaces a division by a constant or a broadcast by
+    # a multiplication with the reciprocal, which rounds twice. The numerator passes the barrier, too, because loops
+    # hoist expressions of a constant.
+    operands = lax.optimization_barrier((numerator, denominator))
+    return lax.platform_dependent(*operands, cpu=lax.div, default=_corrected_quotient)
 
 
 def divide(numerator: float, denominator: jax.Array) -> jax.Array:
-    """Return RN32(numerator / denominator), exact where the denominator is subnormal or zero.
+    """Return RN32(numerator / denominator), also for subnormal denominators.
 
     Args:
-        numerator: Positive normal float32 of at least 2^-20, so that these quotients are huge.
-        denominator: float32, any shape, not negative.
+        numerator: Normal float32 of at least 2^-20, so that quotients of subnormals are huge.
+        denominator: Non-negative float32, any shape, including zero.
 
     Returns:
-        float32; quotients below 2^-126 may come out as zero.
+        float32. Quotients below 2^-126 may become zero.
     """
     lifted, small = _lifted(denominator)
     quotient = divide_nearest(numerator, lifted)
@@ -210,23 +216,24 @@ def divide(numerator: float, denominator: jax.Array) -> jax.Array:
 
 
 def _lifted(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return `x` without subnormals: 2^64 times them, and the mask.
+    """Return `x` with subnormals multiplied by 2^64, and their mask.
 
     Zero counts as subnormal.
     """
     key, sign = float_key(x), to_bits(x) & jnp.int32(SIGN_MASK)
     small = key < MIN_NORMAL_KEY
-    # The bits of a subnormal, read as an integer, count its steps of 2^-149: below 2^23, the conversion is exact.
+    # The bits of a subnormal are its number of steps of 2^-149, which is below 2^23, so the conversion is exact.
     integer = key.astype(jnp.float32) * jnp.float32(2.0 ** (LIFT - 149))
     return jnp.where(small, from_bits(to_bits(integer) | sign), x), small
 
 
-# Primitives from here on, where `jnp` would trace a function for each operator: every program that casts traces this.
+# From here on, `lax` primitives are used, because `jnp` traces a function for each operator, and each program that
+# casts traces this code.
 @jax.named_scope("divide_nearest")
-def _mended(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-    """Return float32 quotients from the estimated significands' quotients.
+def _corrected_quotient(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+    """Return exact float32 quotients from estimated quotients of significands.
 
-    Both arrays have one shape.
+    Both arrays have the same shape.
     """
     above, below = float_key(numerator), float_key(denominator)
     significands = [from_bits(_with_mantissa(ONE_BITS, key)) for key in (above, below)]
@@ -241,21 +248,20 @@ def _mended(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
 
 
 def nearest_quotient(estimate: jax.Array, numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-    """Return RN32(numerator / denominator) from a near estimate.
+    """Return RN32(numerator / denominator) from an estimate.
 
-    The estimate is at most two units in the last place off.
-
-    The remainder is computed modulo 2^32, which is enough: it is smaller than three denominators. No ties exist.
+    The remainder is computed modulo 2^32. This suffices, because it is smaller than three denominators. There are no
+    ties.
 
     Args:
-        estimate: float32, near the quotient.
+        estimate: float32, at most two units in the last place from the quotient.
         numerator: float32 in [1, 2), of the same shape.
         denominator: float32 in [1, 2), of the same shape.
     """
     dividend, divisor = (_with_mantissa(HIDDEN_BIT, float_key(x)) for x in (numerator, denominator))
     halved = _as_int(lax.lt(dividend, divisor))  # the quotient is in [1/2, 1), otherwise in [1, 2)
     lowest = lax.sub(np.int32(ONE_BITS), lax.shift_left(halved, np.int32(23)))
-    # An estimate beyond the interval would have another unit in the last place.
+    # An estimate outside of the interval has another unit in the last place.
     bits = lax.clamp(lowest, float_key(estimate), lax.bitwise_or(lowest, np.int32(MANTISSA_MASK)))
     product = lax.mul(_with_mantissa(HIDDEN_BIT, bits), divisor)
     left = lax.sub(lax.shift_left(dividend, lax.add(halved, np.int32(23))), product)
@@ -280,46 +286,45 @@ def _is_normal(key: jax.Array) -> jax.Array:
 
 
 def product_into(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return RN32(x * scale), exact for results from 2^-100 on.
+    """Return RN32(x * scale) for any operands, exact from 2^-100 on.
 
-    For any operands.
-
-    Smaller results may be zero with the right sign: they round to zero in every FP8 format. A
-    subnormal x matters where scale > 2^100, a subnormal scale where x is huge.
+    Smaller results may become zero with the right sign; they round to zero in all FP8 formats. Subnormal x matter if
+    scale > 2^100, and subnormal scales if x is huge.
 
     Args:
         x: float32, any shape.
         scale: float32, of the same number of dimensions, broadcastable to `x`.
     """
-    # The barrier makes XLA compute these once per scale instead of once per element.
+    # With the barrier, XLA computes these once per scale instead of once per element.
     (x, x_small), (scale, scale_small) = _lifted(x), lax.optimization_barrier(_lifted(scale))
     return x * scale * jnp.where(x_small | scale_small, jnp.float32(2.0**-LIFT), jnp.float32(1))
 
 
 def product_back(values: jax.Array, scale_inv: jax.Array) -> jax.Array:
-    """Return RN32(values * scale_inv) exactly, subnormal results included.
+    """Return RN32(values * scale_inv), including subnormal operands and results.
 
     Args:
-        values: float32 values of an FP8 format, any shape: at most four significant bits, zero or >= 2^-17.
-        scale_inv: float32, of the same number of dimensions, broadcastable to `values`; subnormals included.
+        values: Values of an FP8 data format in float32, any shape: at most four significant bits, and zero or
+            magnitudes of at least 2^-17.
+        scale_inv: float32, of the same number of dimensions, broadcastable to `values`.
     """
     lifted, small = _lifted(scale_inv)
-    # once per scale, as in `product_into`
+    # The barrier is for the same reason as in `product_into`.
     scale, lowered = lax.optimization_barrier((lifted, jnp.where(small, jnp.int32(LIFT), jnp.int32(0))))
     above, below = float_key(values), float_key(scale)
-    # The leading bit and the three mantissa bits that E4M3 has at most, times 24 bits: a whole number below 2^28, which
-    # is `product * 2^exponent` in units of 2^-149, the smallest subnormal.
+    # The leading bit and at most three mantissa bits, times 24 bits, are an integer below 2^28. The result is
+    # `product * 2^exponent` in units of 2^-149, the smallest subnormal.
     product = (_with_mantissa(HIDDEN_BIT, above) >> 20) * _with_mantissa(HIDDEN_BIT, below)
     exponent = (above >> 23) + (below >> 23) - lowered - jnp.int32(131)
     rounded = to_bits(product.astype(jnp.float32))
     field = (rounded >> 23) + exponent - jnp.int32(149)
-    # Subnormal results are such units, rounded to nearest even. Limits of the shift: 30 gives zero as every larger one
-    # would; where it would be below 1 the result is normal.
+    # Subnormal results are a number of these units, rounded to nearest even. A shift of 30 gives zero, like all larger
+    # ones; if the shift is below 1, the result is normal.
     shift = jnp.clip(-exponent, 1, 30)
     odd = (product >> shift) & jnp.int32(1)
     units = (product + (lax.shift_left(jnp.int32(1), shift - 1) - 1) + odd) >> shift
     bits = jnp.where(field > 0, (field << 23) | (rounded & jnp.int32(MANTISSA_MASK)), units)
     sign = (to_bits(values) ^ to_bits(scale)) & jnp.int32(SIGN_MASK)
-    # zeros, infinities, NaN and overflow as IEEE has them
+    # Zeros, infinities, NaN and overflow are as in IEEE 754.
     usual = (above > 0) & (above < INF_KEY) & (below > 0) & (below < INF_KEY) & (field < 255)
     return jnp.where(usual, from_bits(bits | sign), values * scale)

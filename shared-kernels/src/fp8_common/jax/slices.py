@@ -1,4 +1,4 @@
-"""Casts with scales of slices: rows, columns, or both.
+"""Casts with one scale per slice: rows, columns, or both.
 
 `cast_slices` and `cast_slices_both` are for plugins.
 """
@@ -30,7 +30,7 @@ def quantize_rowwise(x: ArrayLike, fmt: str | Format, axis: int = -1, policy: Sc
         policy: Rule for the scales.
 
     Returns:
-        float8 data of the shape of `x`; float32 scales of that shape with `axis` of length 1.
+        float8 data of the shape of `x`, and float32 scales of that shape with `axis` of length 1.
 
     Raises:
         Fp8Error: If the dtype or the format is not supported.
@@ -40,14 +40,21 @@ def quantize_rowwise(x: ArrayLike, fmt: str | Format, axis: int = -1, policy: Sc
 
 
 def cast_slices(x: jax.Array, fmt: Format, axes: tuple[int, ...], policy: ScalePolicy) -> tuple[jax.Array, jax.Array]:
-    """Return float8 data and float32 scales of slices.
+    """Cast with one scale for each slice along `axes`.
 
-    One scale for each slice along `axes`, of length 1 there.
+    The bits equal `cast` with the scales of `amax_to_scale`.
 
-    The same bits as `cast` with the scales of `amax_to_scale`; static arguments as there.
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        fmt: FP8 format; static under jit.
+        axes: Axes whose elements share a scale; static under jit.
+        policy: Rule for the scales; static under jit.
+
+    Returns:
+        float8 data of the shape of `x`, and float32 scales of that shape with `axes` of length 1.
     """
     if len(axes) == 1 and x.ndim > 1 and selects_kernels():
-        # The kernel reads rows. XLA's matmuls want their summed dimension last, so the transpose is needed anyhow.
+        # The kernel reads rows. XLA's matmuls need the contracted dimension last, so the transpose is needed anyway.
         data, scale = _ROWS(jnp.moveaxis(x, axes[0], -1), axis=-1, fmt=fmt, policy=policy)
         return jnp.moveaxis(data, -1, axes[0]), jnp.moveaxis(scale, -1, axes[0])
     scale = amax_to_scale(amax_by_jnp(x, axis=axes, keepdims=True), fmt, policy)
@@ -64,7 +71,7 @@ def _plan_of_rows(plans: Any, x: Any, *, axis: int, fmt: Format, policy: ScalePo
 
 
 def as_matrix(x: Any) -> tuple[int, int]:
-    """Return row and column counts of an array of rows."""
+    """Return the rows and columns of an array as a matrix."""
     return math.prod(x.shape[:-1]), x.shape[-1]
 
 
@@ -72,26 +79,27 @@ _ROWS = KernelOp(
     name="fp8_rowwise",
     reference=_rows,
     plan=_plan_of_rows,
-    fits=lambda x, *, axis, fmt, policy: x.ndim > 0 and axis % x.ndim == x.ndim - 1,  # the last shares a scale
+    fits=lambda x, *, axis, fmt, policy: x.ndim > 0 and axis % x.ndim == x.ndim - 1,  # along the last axis
 )
 
 
 def cast_slices_both(
     x: jax.Array, fmt: Format, split: int, policy: ScalePolicy
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Return `cast_slices` over trailing and leading dimensions, leading transposed.
+    """Cast with scales over the trailing, and over the leading dimensions.
 
-    Divided at `split`; two reads of `x`.
+    The second cast is transposed. Kernels read `x` twice.
 
     Args:
         x: float16, bfloat16 or float32, at least two dimensions.
         fmt: FP8 format; static under jit.
-        split: Number of dimensions that the transpose has last; static under jit.
+        split: Number of leading dimensions; static under jit.
         policy: Rule for the scales; static under jit.
 
     Returns:
-        (data of the shape of `x`, scales), (data with the first `split` dimensions last, scales); scales have length 1
-        along the dimensions that share one.
+        Data of the shape of `x` with one scale for each index of the leading dimensions, and data with the leading
+        dimensions moved to the end, with one scale for each index of the trailing dimensions. Scales have length 1
+        along the dimensions that share a scale.
     """
     (keys,) = _AMAX_BOTH(x, split=split)
     scale = amax_to_scale(from_bits(keys), fmt, policy)
@@ -101,7 +109,7 @@ def cast_slices_both(
 
 
 def _apart(scale: jax.Array, shape: tuple[int, ...], split: int) -> tuple[jax.Array, jax.Array]:
-    """Return broadcastable scales of rows and of columns."""
+    """Return scales of rows and of columns that broadcast to `shape`."""
     rows, columns = shape[:split], shape[split:]
     size = math.prod(rows)
     return scale[:size].reshape(*rows, *[1] * len(columns)), scale[size:].reshape(*[1] * split, *columns)
@@ -114,7 +122,7 @@ def _keys_both(x: jax.Array, *, split: int) -> tuple[jax.Array]:
 
 def _cast_both(x: jax.Array, scale: jax.Array, *, fmt: Format, split: int) -> tuple[jax.Array, jax.Array]:
     data, turned = (cast_by_jnp(x, side, fmt=fmt) for side in _apart(scale, x.shape, split))
-    # Not as a matrix: the partitioner may have sharded any of the dimensions.
+    # Transposed without a reshape to a matrix, because the partitioner may have sharded any of the dimensions.
     return data, lax.transpose(turned, (*range(split, x.ndim), *range(split)))
 
 
