@@ -1,6 +1,7 @@
 """Tokens that go to experts on other ranks as codes: the numbers of an all-to-all of high-precision rows."""
 
 import dataclasses
+import doctest
 
 import pytest
 import torch
@@ -376,10 +377,9 @@ def test_gradients_as_codes_are_values_to_what_is_behind_the_experts(rank):
 
 @on_ranks(2)
 def test_the_example_of_the_docstring_learns(rank):
-    lines = (line.strip() for line in f8.dispatch_tokens.__doc__.splitlines())
-    example = [line[4:] for line in lines if line.startswith((">>>", "..."))]
+    examples = doctest.DocTestParser().get_examples(f8.dispatch_tokens.__doc__)
     namespace = {"nn": nn, "dispatch_tokens": f8.dispatch_tokens}
-    exec("\n".join(example), namespace)
+    exec(next(example.source for example in examples if "class Mixture" in example.source), namespace)
     router = nn.Linear(WIDTH, 2 * LOCAL).bfloat16()
     model = namespace["Mixture"](router, layer(rank), dist.group.WORLD)
     x, _, _ = inputs(rank, 2)

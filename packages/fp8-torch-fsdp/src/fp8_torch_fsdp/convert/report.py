@@ -176,7 +176,7 @@ def float8_report(model: nn.Module, *, reference_dtype: torch.dtype = torch.bflo
 def report_with(roles: Roles, model: nn.Module, reference_dtype: torch.dtype = torch.bfloat16) -> Float8Report:
     """Return `float8_report` of a model, with the result of `roles_of`."""
     users = users_of_parameters(model)
-    kinds = dict.fromkeys(roles.adapters, "adapter") | dict.fromkeys(roles.routers, "router")
+    role_of = dict.fromkeys(roles.adapters, "adapter") | dict.fromkeys(roles.routers, "router")
     heads = {id(head._parameters.get("weight")): (head, owner) for head, owner in roles.heads.items()}
     names = {module: name for name, module in model.named_modules()}
     coded, gradients = dict[int, int](), dict[int, str]()
@@ -206,17 +206,17 @@ def report_with(roles: Roles, model: nn.Module, reference_dtype: torch.dtype = t
             wire = weight.grid.cast.fp8_format.dtype_name
         elif id(local) in coded:
             wire, wire_bytes = E4M3.dtype_name, coded[id(local)]
-        kind, head = type(module), heads.get(id(parameter))
+        cls, head = type(module), heads.get(id(parameter))
         row = WeightReport(
             name=name,
             shape=tuple(parameter.shape),
-            class_name=(original_class(kind) if isinstance(module, Float8Module) else kind).__name__,
+            class_name=(original_class(cls) if isinstance(module, Float8Module) else cls).__name__,
             fp8=fp8 is not None,
             wire=wire,
             wire_bytes=wire_bytes,
             saved_bytes=size - wire_bytes,
             gradient=gradients.get(id(local), ""),
-            why=_why(weight, parameter, local, module, fp8, kinds.get(module, ""), compressed=id(local) in coded),
+            why=_why(weight, parameter, local, module, fp8, role_of.get(module, ""), compressed=id(local) in coded),
             head=_head(names[head[0]], head[1], fp8=fp8 is not None, gathered=wire_bytes < size) if head else "",
             rows_per_expert=None if fp8 is None else fp8.fp8[key].rows_per_expert,
         )
@@ -267,7 +267,7 @@ def _why(
     local: torch.Tensor,
     module: nn.Module,
     fp8: Float8Module | None,
-    kind: str,
+    role: str,
     *,
     compressed: bool,
 ) -> str:
@@ -279,7 +279,7 @@ def _why(
         local: Its local tensor.
         module: First module that holds it.
         fp8: FP8 module that multiplies by it, or None.
-        kind: Role of `module`: "adapter", "router" or "".
+        role: Role of `module`: "adapter", "router" or "".
         compressed: Whether `compress_communication` gathers it in FP8.
     """
     if weight is not None and fp8 is None:
@@ -296,8 +296,8 @@ def _why(
         return "shared with a layer that is not FP8" if fp8.fp8_config.all_gather else "all_gather is False"
     if parameter.ndim < 2 or (isinstance(module, Float8Module) and parameter.ndim == 2):
         return "bias, norm, or other vector"
-    if kind:
-        return kind
+    if role:
+        return role
     if isinstance(module, nn.Embedding):
         return "embedding"
     if isinstance(module, CONVOLUTIONS):

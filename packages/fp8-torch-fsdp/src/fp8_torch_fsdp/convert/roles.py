@@ -152,7 +152,7 @@ def _experts_in(name: str, module: nn.Module, user_layouts: Mapping[type, Expert
 def stacked_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the floating-point parameters [n, rows, columns] of a module.
 
-    Convolutions, and parameters with a dimension of 1, have none.
+    Convolutions have none. Parameters with a dimension of 1 are skipped.
     """
     if isinstance(module, CONVOLUTIONS):
         return

@@ -70,7 +70,7 @@ def select(
     }
     for name, decision in select_modules(candidates, keep).items():
         module = candidates[name]
-        reason = "filtered" if not decision.include else excluded.get(module) or _why_not(module)
+        reason = "filtered" if not decision.include else excluded.get(module) or _obstacle(module)
         if reason:
             left[name] = reason
         elif isinstance(module, nn.Linear) and (
@@ -104,7 +104,7 @@ def why_left(left: Mapping[str, str]) -> str:
     return f" Left in high precision: {'; '.join(parts)}." if parts else ""
 
 
-def _why_not(module: Any) -> str:
+def _obstacle(module: Any) -> str:
     """Return the reason why a layer cannot be converted, or ""."""
     if not isinstance(module, nn.Linear) or hasattr(module, "parametrizations"):
         return ""

@@ -103,6 +103,19 @@ def dispatch_tokens(
             `chosen` is invalid on one of them.
 
     Example:
+        >>> class Mixture(nn.Module):
+        ...     def __init__(self, router, experts, group):
+        ...         super().__init__()
+        ...         self.router, self.experts, self.group = router, experts, group
+        ...
+        ...     def forward(self, x):
+        ...         scores, chosen = self.router(x).softmax(-1).topk(2)
+        ...         tokens = dispatch_tokens(x, chosen, self.experts, self.group)
+        ...         y = tokens.combine(self.experts(tokens.rows, tokens.offsets))
+        ...         return (y * scores[..., None]).sum(1)
+
+        With experts of any layout, on one rank:
+
         >>> import torch.distributed as dist
         >>> class Experts(nn.Module):
         ...     def __init__(self):
@@ -113,11 +126,8 @@ def dispatch_tokens(
         >>> layouts = {Experts: ExpertLayout(forward=grouped_forward)}
         >>> experts = convert_to_float8_training(Experts(), recipe="rowwise", experts=layouts)
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> x = torch.randn(8, 64)
-        >>> scores, chosen = torch.randn(8, 4).softmax(-1).topk(2)
-        >>> tokens = dispatch_tokens(x, chosen, experts, dist.group.WORLD)
-        >>> y = tokens.combine(experts(tokens.rows, tokens.offsets))
-        >>> (y * scores[..., None]).sum(1).shape
+        >>> mixture = Mixture(nn.Linear(64, 4), experts, dist.group.WORLD)
+        >>> mixture(torch.randn(8, 64)).shape
         torch.Size([8, 64])
         >>> dist.destroy_process_group()
     """

@@ -32,7 +32,7 @@ class Forward:
         self.snapshots, self.first_node = snapshots, first_node
 
 
-class Pending:
+class OutputHooks:
     """Backward hooks of a module's output that begin and release its forward.
 
     The hooks are freed with the graph.
@@ -66,7 +66,7 @@ class Forwards:
         weights: Weights of the root.
 
     Attributes:
-        current: Forward that began last; None if no later backward needs it.
+        current: Forward that began last; None before the first one, and during a synchronization.
     """
 
     def __init__(self, weights: Sequence[Fp8Weight]) -> None:
@@ -74,7 +74,7 @@ class Forwards:
         self.current: Forward | None = None
         self._entered: Forward | None = None
         self._task = -1  # autograd's id of the backward in which it was entered
-        self._pending: list[weakref.ref[Forward]] = []
+        self._watched: list[weakref.ref[Forward]] = []  # forwards whose hooks hold them
 
     def begin(self, weights: Iterable[Fp8Weight]) -> None:
         """Begin a forward that multiplies by the newest codes of `weights`."""
@@ -100,11 +100,10 @@ class Forwards:
         forward = self.find() if fsdp.in_backward() else self.current
         if forward is None:
             return
-        pending = Pending(self, forward)
-        fsdp.on_backward(output, pending.begin, pending.end)
-        self._pending = [reference for reference in self._pending if reference() not in (None, forward)] + [
-            weakref.ref(forward)
-        ]
+        hooks = OutputHooks(self, forward)
+        fsdp.on_backward(output, hooks.begin, hooks.end)
+        others = [reference for reference in self._watched if reference() not in (None, forward)]
+        self._watched = [*others, weakref.ref(forward)]
 
     def find(self) -> Forward | None:
         """Return the forward of the running backward.
@@ -113,7 +112,7 @@ class Forwards:
         """
         if self._task != -1:
             return self._entered
-        node, alive = fsdp.running_node(), [reference() for reference in self._pending]
+        node, alive = fsdp.running_node(), [reference() for reference in self._watched]
         earlier = [forward for forward in alive if forward is not None and forward.first_node <= node]
         return max(earlier, key=lambda forward: forward.first_node, default=None)
 
@@ -135,7 +134,7 @@ class Forwards:
                     weight.restore_scales(weight.newest)
 
     def _regather(self, forward: Forward) -> None:
-        """Gather weights again of which FSDP2 holds or prefetches other codes."""
+        """Gather weights again if FSDP2 holds or prefetches other codes."""
         for weight, snapshot in forward.snapshots.items():
             if weight.shard is None:
                 weight.restore_scales(snapshot)

@@ -114,7 +114,7 @@ class ScaleSync:
             for sharded_weight in weights:
                 # Optimizers that were created before `fully_shard` hold parameters that are no longer in the model.
                 # They raise at their next step.
-                if (whole := sharded_weight.made_of()) is not None:
+                if (whole := sharded_weight.source_ref()) is not None:
                     whole.replaced_by = "fully_shard"
                     watch_optimizers()
             self = cls(root, sorted_by_ranks(weights, delayed_scales(root), shards), shards, sharded=True)

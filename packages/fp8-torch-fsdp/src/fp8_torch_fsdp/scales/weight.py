@@ -32,12 +32,12 @@ class Fp8Weight:
     Args:
         grid: Layout of the scales, and recipe of the cast.
         delayed: State of delayed scaling; None for other scaling.
-        made_of: Weight that this one is a shard or a copy of.
+        source: Weight that this one is a shard or a copy of.
 
     Attributes:
         grid: Layout of the scales, and recipe of the cast.
         delayed: State of delayed scaling; None for other scaling.
-        made_of: Function that returns the source weight, or None if there is none or it was freed.
+        source_ref: Function that returns the source, or None if there is none or it was freed.
         is_static: Whether ranks need not share amax: the scale is a constant, or is sent with the codes (MX).
         writes: Number of operators that have written to the weight. Checked by gathers during a forward of the root,
             and inside of `weights_unchanged`.
@@ -45,7 +45,7 @@ class Fp8Weight:
         declared_unchanged: Whether a `weights_unchanged` context is open for the weight.
         held_codes: Inside of `weights_unchanged`, for weights that are not gathered: the address and version of the
             weight, its codes, and the weight. None otherwise.
-        sync: `ScaleSync` of the weight; None until the weight is sharded and gathered first.
+        sync: `ScaleSync` that holds the weight; None before sharded weights are gathered first.
         name: Name of the weight in the root.
         region: Part of the weight that this rank holds.
         padded_shape: Shape of each rank's contribution to the all-gather.
@@ -75,11 +75,9 @@ class Fp8Weight:
     bits: torch.Tensor
     _read: Callable[[], torch.Tensor]
 
-    def __init__(
-        self, grid: ScaleGrid, delayed: DelayedScale | None = None, made_of: "Fp8Weight | None" = None
-    ) -> None:
+    def __init__(self, grid: ScaleGrid, delayed: DelayedScale | None = None, source: "Fp8Weight | None" = None) -> None:
         self.grid, self.delayed = grid, delayed
-        self.made_of: Callable[[], Fp8Weight | None] = (lambda: None) if made_of is None else weakref.ref(made_of)
+        self.source_ref: Callable[[], Fp8Weight | None] = (lambda: None) if source is None else weakref.ref(source)
         self.is_static = grid.cast.static_scale is not None or grid.is_mx
         self.writes = 0
         self.replaced_by: str | None = None
