@@ -36,7 +36,13 @@ from fp8_common import E4M3
 from fp8_common.torch.casts import quantize_mx
 from fp8_common.torch.decoding import dequantize_mx
 from fp8_common.torch_layers.sharding.gradient_messages import pack_gradients, sum_gradients
-from fp8_torch_fsdp import DelayedState, Float8LinearConfig, GemmConfig, convert_to_float8_training, synchronize_scales
+from fp8_torch_fsdp import (
+    DelayedState,
+    Float8TrainingConfig,
+    GemmConfig,
+    convert_to_float8_training,
+    synchronize_scales,
+)
 
 
 class Training:
@@ -58,7 +64,7 @@ class Training:
         layers, _, self.wire = spec.recipe.partition(", ")
         if layers != "bf16":
             # padded, because some layers of the architectures have widths that GPUs do not multiply
-            config = Float8LinearConfig.from_recipe_name(layers.partition(" with ")[0], pad_inner_dim=True)
+            config = Float8TrainingConfig(recipe=layers.partition(" with ")[0], pad_inner_dim=True)
             if layers == E5M2_WEIGHTS:
                 # no hardware multiplies E5M2 by E5M2
                 recipe, formats = config.recipe, {"weight": "e5m2", "grad_output": "e4m3"}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks._common import options, save, table
 from fp8_common.recipe import get_recipe
 from fp8_te_init import fp8_model_init, memory_report
-from fp8_torch_fsdp import Float8LinearConfig, convert_to_float8_training
+from fp8_torch_fsdp import Float8TrainingConfig, convert_to_float8_training
 
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
 ROWS, COLUMNS, OUT = 1024, 768, 512
@@ -29,7 +29,7 @@ STARTS = ("False", "True")
 SIDE, LAYERS = 4096, 12
 
 
-def layers(config: Float8LinearConfig | None, count: int = 1) -> Any:
+def layers(config: Float8TrainingConfig | None, count: int = 1) -> Any:
     """Return bfloat16 layers in FP8, or as they are without a configuration."""
     torch.manual_seed(1)
     made = nn.ModuleList(nn.Linear(COLUMNS, OUT, bias=False, dtype=torch.bfloat16) for _ in range(count))
@@ -50,7 +50,7 @@ def saved_bytes(model: Any, x: Tensor) -> float:
     return sum(tensor.nbytes for tensor in kept.values()) / x.numel()
 
 
-def saved_inputs(config: Float8LinearConfig | None) -> dict[str, float]:
+def saved_inputs(config: Float8TrainingConfig | None) -> dict[str, float]:
     """Return what is saved by one layer, by three that share an input, by a frozen one; and the gradient's accuracy."""
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(ROWS, width, generator=generator) for width in (COLUMNS, OUT))
@@ -100,11 +100,11 @@ def main() -> None:
     if chosen.build:
         build(chosen.build, chosen.side)
         return
-    configs: dict[str, Float8LinearConfig | None] = {"bf16": None}
+    configs: dict[str, Float8TrainingConfig | None] = {"bf16": None}
     for recipe in RECIPES[:1] if chosen.quick else RECIPES:
         for saved in (False, True):
             name = f"{recipe}{', fp8_saved_input' * saved}"
-            configs[name] = Float8LinearConfig(recipe=get_recipe(recipe), fp8_saved_input=saved)
+            configs[name] = Float8TrainingConfig(recipe=get_recipe(recipe), fp8_saved_input=saved)
     inputs = {name: saved_inputs(config) for name, config in configs.items()}
     starts = {start: initial_values(start, 256 if chosen.quick else chosen.side) for start in STARTS}
     tables = []

@@ -77,7 +77,7 @@ def convert(model: nn.Module, contender: str, mode: str) -> None:
         gather = mode == "eager"
         # scales that are there before the operands are, as delayed scaling finds them from the third step on
         delayed = ours.DelayedScalingConfig(initial="one") if "delayed" in recipe else None
-        config = ours.Float8LinearConfig.from_recipe_name(recipe, all_gather=gather, delayed=delayed)
+        config = ours.Float8TrainingConfig(recipe=recipe, all_gather=gather, delayed=delayed)
         ours.convert_to_float8_training(model, config=config, experts=moe.LAYOUTS)
     elif contender != "bf16":
         raise ValueError(f"{contender!r} is none of the contenders.")

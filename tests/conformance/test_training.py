@@ -24,7 +24,7 @@ OPERANDS = {
 }
 SCALING = owg.DelayedScaling(amax_history_length=WINDOW)
 DELAYED = f8.DelayedScalingConfig(history_len=WINDOW, initial="one")
-CONFIG = f8.Float8LinearConfig.from_recipe_name("tensorwise_delayed", delayed=DELAYED)
+CONFIG = f8.Float8TrainingConfig(recipe="tensorwise_delayed", delayed=DELAYED)
 
 
 class Assign(torch.optim.Optimizer):

@@ -144,7 +144,7 @@ def linear_steps(recipe: str, *, several: bool = False) -> Callable[[], None]:
     """Return a step under `recipe`, with a policy of delayed scaling for each layer if `several`."""
 
     def convert(model: nn.Module) -> None:
-        config = partial(f8.Float8LinearConfig.from_recipe_name, recipe, all_gather=False)
+        config = partial(f8.Float8TrainingConfig, recipe=recipe, all_gather=False)
         if several:
             longer = config(delayed=f8.DelayedScalingConfig(history_len=4))
             f8.convert_to_float8_training(model, config=longer, module_filter_fn=lambda layer, name: name == "0")

@@ -15,7 +15,7 @@ WITH_EXAMPLE = (
     "DelayedState",
     "ExpertLayout",
     "Float8ColwiseParallel",
-    "Float8LinearConfig",
+    "Float8TrainingConfig",
     "Float8Log",
     "Float8Monitor",
     "Float8RowwiseParallel",

@@ -31,9 +31,9 @@ def planted(model):
     """Convert; the input of `1.down` has a constant scale."""
     static = f8.Recipe(
         name="planted",
-        input=f8.CastConfig(scaling="static", static_scale=E4M3.max / RANGE),
-        weight=f8.CastConfig(),
-        grad_output=f8.CastConfig(format="e5m2"),
+        input=f8.CastRecipe(scaling="static", static_scale=E4M3.max / RANGE),
+        weight=f8.CastRecipe(),
+        grad_output=f8.CastRecipe(format="e5m2"),
     )
     f8.convert_to_float8_training(model, module_filter_fn=["*", Rule(pattern="1.down", recipe=static)])
     return model
@@ -176,7 +176,7 @@ def test_of_two_ranks_the_first_writes_numbers_of_whole_weights_and_all_batches(
 @on_ranks(2)
 def test_saturated_and_underflowed_shares_of_a_sharded_weight_are_those_of_all_rows(rank, tmp_path):
     """The rows of one rank saturate, those of the other vanish; rows are uneven."""
-    static = f8.CastConfig(scaling="static", static_scale=448.0)
+    static = f8.CastRecipe(scaling="static", static_scale=448.0)
     model = nn.Sequential(nn.Linear(16, 5, bias=False))
     with torch.no_grad():
         model[0].weight.fill_(0.5)
@@ -185,7 +185,7 @@ def test_saturated_and_underflowed_shares_of_a_sharded_weight_are_those_of_all_r
         model[0].weight[4, :8] = 0  # zeros are not lost
     f8.convert_to_float8_training(
         model,
-        recipe=f8.Recipe(name="s", input=f8.CastConfig(), weight=static, grad_output=f8.CastConfig(format="e5m2")),
+        recipe=f8.Recipe(name="s", input=f8.CastRecipe(), weight=static, grad_output=f8.CastRecipe(format="e5m2")),
     )
     fully_shard(model, mesh=mesh_of())
     log = f8.Float8Log(model, tmp_path / str(rank))

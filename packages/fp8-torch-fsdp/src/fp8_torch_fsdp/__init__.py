@@ -14,14 +14,14 @@ and MX scales need none). `compress_communication` gathers weights and reduces g
 `DelayedState` saves the state of delayed scaling in checkpoints.
 """
 
-from fp8_common import GradientCompression, Recipe
+from fp8_common import CastRecipe, GradientCompression, Recipe
 from fp8_common.plugin import check_version
 from fp8_common.torch_layers.linear.config import GemmConfig
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight
 from fp8_torch_fsdp.all_gather.mx_all_gather import MatrixGatherStats
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.compress import CompressedCommunication, compress_communication
-from fp8_torch_fsdp.config import CastConfig, DelayedScalingConfig, Float8LinearConfig
+from fp8_torch_fsdp.config import DelayedScalingConfig, Float8TrainingConfig
 from fp8_torch_fsdp.convert.expert_layouts import ExpertLayout
 from fp8_torch_fsdp.convert.model import convert_to_float8_training, unconvert
 from fp8_torch_fsdp.convert.report import float8_report
@@ -45,7 +45,7 @@ __version__ = "0.1.0"
 check_version("fp8-torch-fsdp", __version__)
 
 __all__ = [
-    "CastConfig",
+    "CastRecipe",
     "CompressedCommunication",
     "DelayedScalingConfig",
     "DelayedState",
@@ -54,10 +54,10 @@ __all__ = [
     "Float8ColwiseParallel",
     "Float8Experts",
     "Float8Linear",
-    "Float8LinearConfig",
     "Float8Log",
     "Float8Monitor",
     "Float8RowwiseParallel",
+    "Float8TrainingConfig",
     "GatheredWeight",
     "GemmConfig",
     "GradientCompression",

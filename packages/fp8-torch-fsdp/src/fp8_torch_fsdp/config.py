@@ -1,15 +1,11 @@
-"""`Float8LinearConfig` and `DelayedScalingConfig`: settings of FP8 linear layers."""
+"""`Float8TrainingConfig` and `DelayedScalingConfig`: settings of FP8 linear layers."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from fp8_common import CastRecipe, Fp8Error, Recipe
 from fp8_common.policy import HistoryAlgo
 from fp8_common.torch_layers.linear.config import LinearConfig
-
-CastConfig = CastRecipe
-"""Cast of one operand: `fp8_common.CastRecipe` under torchao's name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +23,7 @@ class DelayedScalingConfig:
 
     Example:
         >>> delayed = DelayedScalingConfig(history_len=32, scale_fn="most_recent")
-        >>> config = Float8LinearConfig(recipe="tensorwise_delayed", delayed=delayed)
+        >>> config = Float8TrainingConfig(recipe="tensorwise_delayed", delayed=delayed)
         >>> config.weight.policy.history
         32
     """
@@ -55,24 +51,8 @@ class DelayedScalingConfig:
         return dataclasses.replace(recipe, **changed)
 
 
-TORCHAO_OPTIONS = {
-    "enable_fsdp_float8_all_gather": (
-        "leave it out, FP8 all-gather is on by default; Float8LinearConfig(all_gather=False) turns it off"
-    ),
-    "cast_config_input": "use recipe=Recipe(input=CastConfig(...), ...)",
-    "cast_config_weight": "use recipe=Recipe(weight=CastConfig(...), ...)",
-    "cast_config_grad_output": "use recipe=Recipe(grad_output=CastConfig(...), ...)",
-    "gemm_config_output": "use gemms=GemmConfig(fast_accum_output=...)",
-    "gemm_config_grad_input": "use gemms=GemmConfig(fast_accum_grad_input=...)",
-    "gemm_config_grad_weight": "use gemms=GemmConfig(fast_accum_grad_weight=...)",
-    "round_scales_to_power_of_2": "use policy=fp8_common.POWER_OF_2 in each CastConfig",
-    "force_recompute_fp8_weight_in_bwd": "leave it out, weights are gathered again in the backward",
-}
-"""Option names of torchao's `Float8LinearConfig` that differ here, with advice for errors."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Float8LinearConfig(LinearConfig):
+class Float8TrainingConfig(LinearConfig):
     """Settings of FP8 linear layers in training.
 
     Attributes:
@@ -97,7 +77,7 @@ class Float8LinearConfig(LinearConfig):
         Fp8Error: If an option is unknown, or options contradict each other.
 
     Example:
-        >>> config = Float8LinearConfig(recipe="rowwise", gemms=GemmConfig(fast_accum_output=False))
+        >>> config = Float8TrainingConfig(recipe="rowwise", gemms=GemmConfig(fast_accum_output=False))
         >>> config.weight.granularity
         'rowwise'
         >>> model = convert_to_float8_training(nn.Linear(64, 64), config=config)
@@ -105,14 +85,6 @@ class Float8LinearConfig(LinearConfig):
 
     all_gather: bool = True
     delayed: DelayedScalingConfig | None = None
-
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Raise for option names of torchao, with the names used here."""
-        # In `__new__`, because the generated `__init__` would raise a TypeError without the replacement.
-        advice = [f"{name}: {TORCHAO_OPTIONS[name]}" for name in options if name in TORCHAO_OPTIONS]
-        if advice:
-            raise Fp8Error(f"Float8LinearConfig has other names than torchao for {'; '.join(advice)}.")
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         """Apply `delayed` to the recipe; raise for unsupported combinations."""
@@ -129,16 +101,3 @@ class Float8LinearConfig(LinearConfig):
                 "Delayed scaling of grad_output needs a tensorwise weight with one scale: the backward folds other "
                 f"weight scales into the gradient first. Got weight granularity {self.weight.granularity!r}."
             )
-
-    @classmethod
-    def from_recipe_name(cls, name: str | Recipe | Mapping[str, Any], **changes: Any) -> "Float8LinearConfig":
-        """Return `Float8LinearConfig(recipe=name, **changes)`, under torchao's name for it.
-
-        Args:
-            name: Name of a recipe. A `Recipe` or its dictionary is accepted, too.
-            **changes: Other options.
-
-        Raises:
-            Fp8Error: If an option is unknown, or options contradict each other.
-        """
-        return cls(recipe=name, **changes)  # pyrefly: ignore[bad-argument-type]  LinearConfig looks it up

@@ -12,7 +12,7 @@ from tests.helpers.ranks import on_ranks
 
 
 def converted(model, name):
-    return f8.convert_to_float8_training(model, config=f8.Float8LinearConfig(recipe=not_finite.recipe_named(name)))
+    return f8.convert_to_float8_training(model, config=f8.Float8TrainingConfig(recipe=not_finite.recipe_named(name)))
 
 
 @not_finite.every_case

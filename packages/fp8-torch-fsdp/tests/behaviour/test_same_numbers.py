@@ -124,7 +124,7 @@ def two_formats(_):
     """Weights with largest codes of 448 and 240 in one group of FSDP2; the twin scales each layer by itself."""
     models = [seeded(lambda: nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4)))) for _ in range(2)]
     for model, (index, fmt) in itertools.product(models, enumerate(("e4m3", "e4m3fnuz") * 2)):
-        casts = dict.fromkeys(("input", "weight", "grad_output"), f8.CastConfig(format=fmt))
+        casts = dict.fromkeys(("input", "weight", "grad_output"), f8.CastRecipe(format=fmt))
         model[index] = converted(model[index], f8.Recipe(name=fmt, **casts))
     return fully_shard(models[0]), DistributedDataParallel(models[1])
 

@@ -104,7 +104,7 @@ def test_a_second_conversion_of_the_same_recipe_does_nothing_and_of_another_one_
     ("arguments", "options", "told"),
     [
         (["rowwise"], {}, r"convert_to_float8_training\(model, recipe='rowwise'\)"),
-        ([f8.Float8LinearConfig()], {}, "Name the others: config=, recipe="),
+        ([f8.Float8TrainingConfig()], {}, "Name the others: config=, recipe="),
         ([], {"recipe_name": "rowwise"}, "no argument 'recipe_name'. Write recipe='rowwise'"),
         ([], {"enable": True}, "no argument 'enable'. It takes config, recipe"),
     ],

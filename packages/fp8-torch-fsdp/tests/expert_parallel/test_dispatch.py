@@ -282,7 +282,7 @@ def test_recipes_that_cannot_take_codes_raise_by_name(rank, index):
 
 
 def test_mx_and_experts_in_high_precision_raise():
-    assert "dynamic mx scaling" in f8.Float8LinearConfig(recipe="mxfp8").row_codes_obstacle
+    assert "dynamic mx scaling" in f8.Float8TrainingConfig(recipe="mxfp8").row_codes_obstacle
     with pytest.raises(Fp8Error, match=r"sends rows to experts in FP8, got Experts\. Convert"):
         f8.dispatch_tokens(torch.randn(2, WIDTH), torch.zeros(2, 1, dtype=torch.int64), Experts(2), None)
 

@@ -50,7 +50,7 @@ def experts_on(device, recipe, width=128, hidden=64):
     experts = Experts(width, hidden).to(device, torch.bfloat16)
     layouts = {Experts: f8.ExpertLayout(forward=in_fp8, weights=("up", "down"))}
     # padded, as other layers of such widths have to be
-    config = f8.Float8LinearConfig.from_recipe_name(recipe, pad_inner_dim=width % 16 > 0)
+    config = f8.Float8TrainingConfig(recipe=recipe, pad_inner_dim=width % 16 > 0)
     return f8.convert_to_float8_training(experts, config=config, experts=layouts)
 
 

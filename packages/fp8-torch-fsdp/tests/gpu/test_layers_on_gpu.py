@@ -34,7 +34,7 @@ ON_EACH = pytest.mark.parametrize(
 
 
 def config(recipe, **options):
-    return f8.Float8LinearConfig.from_recipe_name(recipe, **options)
+    return f8.Float8TrainingConfig(recipe=recipe, **options)
 
 
 def close(got, want, dtype):

@@ -100,7 +100,7 @@ def operations() -> st.SearchStrategy[tuple[Any, ...]]:
 
 
 @st.composite
-def casts(draw: Any, formats: tuple[str, ...], granularities: tuple[str, ...]) -> f8.CastConfig:
+def casts(draw: Any, formats: tuple[str, ...], granularities: tuple[str, ...]) -> f8.CastRecipe:
     """Draw the cast of one operand."""
     granularity = draw(st.sampled_from(granularities))
     scalings = ("dynamic", "static", "delayed") if granularity == "tensorwise" else ("dynamic",)
@@ -109,7 +109,7 @@ def casts(draw: Any, formats: tuple[str, ...], granularities: tuple[str, ...]) -
     if scaling == "delayed":
         algo = draw(st.sampled_from(("max", "most_recent")))
         policy = dataclasses.replace(policy, history=draw(st.integers(1, 4)), algo=algo)
-    return f8.CastConfig(
+    return f8.CastRecipe(
         format=draw(st.sampled_from(formats)),
         scaling=scaling,
         granularity=granularity,
@@ -130,9 +130,9 @@ def recipes(draw: Any) -> f8.Recipe:
         of_blocks = ("blockwise_128x128",) if name == "weight" else rows
         operands[name] = draw(casts((e5m2 if wide == name else e4m3,), of_blocks if blockwise else vectors))
     if operands["weight"].granularity != "tensorwise" and operands["grad_output"].scaling == "delayed":
-        operands["grad_output"] = f8.CastConfig(format=operands["grad_output"].format)
+        operands["grad_output"] = f8.CastRecipe(format=operands["grad_output"].format)
     if draw(st.integers(0, 3)) == 0:
-        off = f8.CastConfig(scaling="disabled")
+        off = f8.CastRecipe(scaling="disabled")
         operands.update(input_for_grad_weight=off, grad_output_for_grad_weight=off)
     return f8.Recipe(name="drawn", **operands)
 

@@ -21,9 +21,9 @@ from fp8_common.torch import dequantize_mx, quantize_mx
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
 STATIC = f8.Recipe(
     name="static",
-    input=f8.CastConfig(scaling="static", static_scale=64.0),
-    weight=f8.CastConfig(scaling="static", static_scale=256.0),
-    grad_output=f8.CastConfig(format="e5m2", scaling="static", static_scale=2.0**12),
+    input=f8.CastRecipe(scaling="static", static_scale=64.0),
+    weight=f8.CastRecipe(scaling="static", static_scale=256.0),
+    grad_output=f8.CastRecipe(format="e5m2", scaling="static", static_scale=2.0**12),
 )
 DIM, HIDDEN = 24, 40
 
@@ -177,7 +177,7 @@ def converted(
     **options: Any,
 ) -> Any:
     """Convert layers and experts."""
-    config = f8.Float8LinearConfig(recipe=recipe, all_gather=gather, **options)
+    config = f8.Float8TrainingConfig(recipe=recipe, all_gather=gather, **options)
     stacks = [module for module in model.modules() if isinstance(module, Experts)]
     layouts = stacks[0].layouts if stacks else {}
     return f8.convert_to_float8_training(model, config=config, module_filter_fn=rules, experts=layouts, heads=heads)

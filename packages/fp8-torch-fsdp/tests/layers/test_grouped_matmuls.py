@@ -20,8 +20,8 @@ BEHIND = 3
 MIXED = dataclasses.replace(
     OF_COMMON["tensorwise"],
     name="mixed",
-    input=f8.CastConfig(granularity="rowwise"),
-    grad_output=f8.CastConfig(granularity="rowwise"),
+    input=f8.CastRecipe(granularity="rowwise"),
+    grad_output=f8.CastRecipe(granularity="rowwise"),
 )
 CASTS = {name: (name, "dynamic") for name in RECIPES} | {
     "delayed_from_one": ("tensorwise_delayed", "one"),

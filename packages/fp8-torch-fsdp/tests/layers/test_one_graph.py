@@ -34,7 +34,7 @@ def test_forward_and_backward_are_one_graph(monkeypatch, recipe, capability, gat
 
     # scales of the first step would be taken from its values
     delayed = f8.DelayedScalingConfig(initial="one") if "delayed" in recipe else None
-    config = f8.Float8LinearConfig(recipe=recipe, all_gather=gather, emulate=False, delayed=delayed)
+    config = f8.Float8TrainingConfig(recipe=recipe, all_gather=gather, emulate=False, delayed=delayed)
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
         layer = nn.Linear(256, 384, dtype=torch.bfloat16)

@@ -29,7 +29,7 @@ def layers():
 
 
 def converted(recipe, **options):
-    return f8.convert_to_float8_training(layers(), config=f8.Float8LinearConfig.from_recipe_name(recipe, **options))
+    return f8.convert_to_float8_training(layers(), config=f8.Float8TrainingConfig(recipe=recipe, **options))
 
 
 def batch(rank, step):

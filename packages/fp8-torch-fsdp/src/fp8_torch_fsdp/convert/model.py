@@ -10,10 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error, Recipe
+from fp8_common.recipe import get_recipe
 from fp8_common.torch.compat import map_local
 from fp8_common.torch_layers.sharding.fsdp import shards
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
-from fp8_torch_fsdp.config import Float8LinearConfig
+from fp8_torch_fsdp.config import Float8TrainingConfig
 from fp8_torch_fsdp.convert import encoder_fast_path
 from fp8_torch_fsdp.convert.expert_layouts import CONV1D, ExpertLayout, is_conv1d, layout_of
 from fp8_torch_fsdp.convert.replace_parameter import raise_if_replaced, replaced_by
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 def convert_to_float8_training(
     model: nn.Module,
     *misplaced: Any,
-    config: Float8LinearConfig | None = None,
+    config: Float8TrainingConfig | None = None,
     recipe: str | Recipe | Mapping[str, Any] | None = None,
     module_filter_fn: ModuleSelection = None,
     experts: Mapping[type, ExpertLayout] = NO_EXPERTS,
@@ -154,7 +155,7 @@ def unconvert(model: nn.Module) -> nn.Module:
 
 
 def _raise_unless_converted(
-    model: nn.Module, config: Float8LinearConfig, roles: Roles, left: Mapping[str, str]
+    model: nn.Module, config: Float8TrainingConfig, roles: Roles, left: Mapping[str, str]
 ) -> None:
     """Raise unless the model was converted with this configuration before."""
     done = [module for module in model.modules() if isinstance(module, Float8Module)]
@@ -208,28 +209,25 @@ def _check_accelerate_precision() -> None:
 
 
 def _resolve_config(
-    config: Float8LinearConfig | None, recipe: str | Recipe | Mapping[str, Any] | None
-) -> Float8LinearConfig:
+    config: Float8TrainingConfig | None, recipe: str | Recipe | Mapping[str, Any] | None
+) -> Float8TrainingConfig:
     """Return the configuration that `config` or `recipe` selects."""
     if config is not None and recipe is not None:
         raise Fp8Error(f"Pass config or recipe, not both; got recipe={recipe!r} and a config.")
-    if config is not None and not isinstance(config, Float8LinearConfig):
+    if config is not None and not isinstance(config, Float8TrainingConfig):
         advice = "Create one"
         if isinstance(config, str | Recipe | Mapping):
             advice = f"Pass recipe={config!r}"
         elif type(config).__module__.startswith("torchao."):
-            advice = (
-                "Leave config out for torchao's defaults with FP8 all-gather, which is on here, pass recipe= with "
-                "torchao's name of a recipe, or import Float8LinearConfig from fp8_torch_fsdp"
-            )
+            advice = "Pass config=fp8_torch_fsdp.torchao_config.from_torchao(config)"
         raise Fp8Error(
-            f"config must be a fp8_torch_fsdp.Float8LinearConfig, got {type(config).__module__}."
+            f"config must be a fp8_torch_fsdp.Float8TrainingConfig, got {type(config).__module__}."
             f"{type(config).__qualname__}. {advice}."
         )
-    return config or Float8LinearConfig.from_recipe_name(recipe or "tensorwise")
+    return config or Float8TrainingConfig(recipe=get_recipe(recipe or "tensorwise"))
 
 
-def _convert(module: Any, config: Float8LinearConfig, experts: Mapping[type, ExpertLayout]) -> None:
+def _convert(module: Any, config: Float8TrainingConfig, experts: Mapping[type, ExpertLayout]) -> None:
     """Change the class of one module, and the strategy of distributed layers."""
     if isinstance(module, nn.Linear):
         to_fp8(module, Float8Linear, LINEAR, config)

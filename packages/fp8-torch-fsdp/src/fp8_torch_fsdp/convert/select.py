@@ -9,8 +9,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
 from fp8_common import Fp8Error, Recipe, Rules
+from fp8_common.recipe import get_recipe
 from fp8_common.rules import Rule, select_modules
-from fp8_torch_fsdp.config import Float8LinearConfig
+from fp8_torch_fsdp.config import Float8TrainingConfig
 from fp8_torch_fsdp.convert.expert_layouts import ExpertLayout, is_conv1d, layout_of
 from fp8_torch_fsdp.layers.module import Float8Module
 from fp8_torch_fsdp.layers.rebind_forward import is_wrapped_around
@@ -41,10 +42,10 @@ LARGEST_SLOWER = 4096 * 1024
 def select(
     model: nn.Module,
     keep: ModuleSelection,
-    config: Float8LinearConfig,
+    config: Float8TrainingConfig,
     experts: Mapping[type, ExpertLayout],
     excluded: Mapping[nn.Module, str],
-) -> tuple[dict[nn.Module, Float8LinearConfig], dict[str, str]]:
+) -> tuple[dict[nn.Module, Float8TrainingConfig], dict[str, str]]:
     """Return configurations of modules to convert, and reasons for the others.
 
     Args:
@@ -61,7 +62,7 @@ def select(
     Raises:
         Fp8Error: If a selected layer is parametrized, or is lazy and has no weight yet.
     """
-    selected, left, parametrized = dict[nn.Module, Float8LinearConfig](), dict[str, str](), []
+    selected, left, parametrized = dict[nn.Module, Float8TrainingConfig](), dict[str, str](), []
     candidates = {
         name: module
         for name, module in model.named_modules()
@@ -120,7 +121,7 @@ def _obstacle(module: Any) -> str:
 
 
 def auto_filter_for_recipe(
-    recipe: str | Recipe | Float8LinearConfig,
+    recipe: str | Recipe | Float8TrainingConfig,
     filter_fqns: Sequence[str] = (),
     *,
     rows_per_expert: float | None = None,
@@ -159,7 +160,7 @@ def auto_filter_for_recipe(
         raise Fp8Error(f"rows_per_expert must be a number of rows, at least 0, got {rows_per_expert!r}.")
     if isinstance(filter_fqns, str):
         raise Fp8Error(f"filter_fqns must be a list of names, got the string {filter_fqns!r}. Write [{filter_fqns!r}].")
-    config = recipe if isinstance(recipe, Float8LinearConfig) else Float8LinearConfig.from_recipe_name(recipe)
+    config = recipe if isinstance(recipe, Float8TrainingConfig) else Float8TrainingConfig(recipe=get_recipe(recipe))
     smallest = SMALL[config.weight.granularity]
 
     def keep(module: nn.Module, name: str) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
-from fp8_torch_fsdp.config import Float8LinearConfig
+from fp8_common.recipe import get_recipe
+from fp8_torch_fsdp.config import Float8TrainingConfig
 from fp8_torch_fsdp.convert.model import convert_to_float8_training
 from fp8_torch_fsdp.convert.select import auto_filter_for_recipe
 from fp8_torch_fsdp.expert_parallel.torchtitan import dispatch_in_codes
@@ -49,7 +50,7 @@ class Float8Converter(QuantizationConverter):
         """Settings of the conversion.
 
         Attributes:
-            recipe: Name of a recipe, see `Float8LinearConfig`.
+            recipe: Name of a recipe, see `Float8TrainingConfig`.
             fp8: Configuration, used instead of `recipe`.
             filter_fqns: Parts of names of layers that remain in high precision.
             skip_small: Whether to exclude layers that `auto_filter_for_recipe` excludes.
@@ -58,14 +59,14 @@ class Float8Converter(QuantizationConverter):
         """
 
         recipe: str = "tensorwise"
-        fp8: Float8LinearConfig | None = None
+        fp8: Float8TrainingConfig | None = None
         filter_fqns: list[str] = dataclasses.field(default_factory=lambda: ["lm_head", "output"])
         skip_small: bool = False
         dispatch_in_codes: bool = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.fp8 = config.fp8 or Float8LinearConfig.from_recipe_name(config.recipe)
+        self.fp8 = config.fp8 or Float8TrainingConfig(recipe=get_recipe(config.recipe))
 
     def convert(self, model_config: Any) -> Any:
         """Return a configuration that builds the same model with FP8 layers.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_common import Fp8UnsupportedError, Recipe
-from fp8_torch_fsdp.config import Float8LinearConfig
+from fp8_torch_fsdp.config import Float8TrainingConfig
 from fp8_torch_fsdp.convert.model import convert_to_float8_training
 from fp8_torch_fsdp.expert_parallel.dispatch import dispatch_tokens
 
@@ -43,7 +43,7 @@ def register_fp8_dispatch(name: str = "fp8", *, recipe: str | Recipe | Mapping[s
         >>> config = DistributedConfig(ep_size=2, fsdp_size=4, ep_implementation="fp8")
         >>> model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
     """
-    config = Float8LinearConfig(recipe=recipe, all_gather=False)  # pyrefly: ignore[bad-argument-type]
+    config = Float8TrainingConfig(recipe=recipe, all_gather=False)  # pyrefly: ignore[bad-argument-type]
     config.check_row_codes(name)
     EPImplementationInterface.register(name, type("Float8EP", (CodesEP,), {"fp8_config": config}))
 
@@ -51,7 +51,7 @@ def register_fp8_dispatch(name: str = "fp8", *, recipe: str | Recipe | Mapping[s
 class CodesEP(EPImplementation):
     """Expert parallelism with FP8 experts that receive tokens as codes."""
 
-    fp8_config: Float8LinearConfig
+    fp8_config: Float8TrainingConfig
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         """Convert the experts of this rank.

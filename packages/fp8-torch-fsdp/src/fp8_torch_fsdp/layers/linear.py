@@ -6,7 +6,7 @@ from torch import nn
 from fp8_common.torch.compat import local_of
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
-from fp8_torch_fsdp.config import Float8LinearConfig
+from fp8_torch_fsdp.config import Float8TrainingConfig
 from fp8_torch_fsdp.layers.module import Float8Module, WeightLayout
 from fp8_torch_fsdp.scales.delayed import DelayedScale
 
@@ -28,7 +28,7 @@ class Float8Linear(Float8Module, nn.Linear):
     fp8_grad_output: DelayedScale | None
 
     @property
-    def config(self) -> Float8LinearConfig:
+    def config(self) -> Float8TrainingConfig:
         """Configuration of casts, matmuls and gathers."""
         return self.fp8_config
 

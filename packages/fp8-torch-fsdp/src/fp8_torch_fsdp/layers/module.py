@@ -27,7 +27,7 @@ from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
 from fp8_torch_fsdp.all_gather.fsdp1 import raise_if_fsdp1
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.all_gather.state_dict import forget_state_dict_hooks, keep_state_dicts_plain
-from fp8_torch_fsdp.config import Float8LinearConfig
+from fp8_torch_fsdp.config import Float8TrainingConfig
 from fp8_torch_fsdp.layers.rebind_forward import rebind
 from fp8_torch_fsdp.scales.delayed import DelayedScale
 from fp8_torch_fsdp.scales.weight import Fp8Weight
@@ -217,7 +217,7 @@ class Float8Module(nn.Module):
     """
 
     fp8: dict[str, WeightMatmul]
-    fp8_config: Float8LinearConfig
+    fp8_config: Float8TrainingConfig
     fp8_layout: WeightLayout
     fp8_strategy: ParallelStrategy
 
@@ -299,7 +299,7 @@ _ADDED = ("fp8", "fp8_config", "fp8_layout", "fp8_strategy")
 """Attributes that conversion adds to a module, besides delayed scales."""
 
 
-def to_fp8(module: Any, cls: type[Float8Module], layout: WeightLayout, config: Float8LinearConfig) -> None:
+def to_fp8(module: Any, cls: type[Float8Module], layout: WeightLayout, config: Float8TrainingConfig) -> None:
     """Change a module's class to a subclass of `cls`, in place.
 
     Args:
@@ -376,7 +376,7 @@ def _fp8_class(cls: type[Float8Module], original: type[nn.Module]) -> type[Float
 
 
 def _delayed(
-    cast: CastRecipe, config: Float8LinearConfig, operand: str, weight: torch.Tensor, *, stacked: bool
+    cast: CastRecipe, config: Float8TrainingConfig, operand: str, weight: torch.Tensor, *, stacked: bool
 ) -> DelayedScale | None:
     """Create the delayed scale of an operand; return None for other scaling.
 

@@ -1,7 +1,7 @@
 """`LinearConfig`: settings of every FP8 linear layer of the PyTorch plugins."""
 
 import dataclasses
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from fp8_common.errors import Fp8Error
 from fp8_common.hardware import GroupedMatmuls
@@ -17,8 +17,8 @@ GRANULARITIES = {
 }
 """Supported granularities of each operand."""
 
-TRAINED = [name for name, recipe in RECIPES.items() if recipe.weight.granularity in GRANULARITIES["weight"]]
-"""Names of the built-in recipes that these layers support."""
+SCALINGS = ("dynamic", "delayed", "static")
+"""Supported scalings of an operand."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,12 +101,6 @@ class LinearConfig:
         'rowwise'
     """
 
-    weight_scalings: ClassVar[tuple[str, ...]] = ("dynamic", "delayed", "static")
-    """Supported scalings of the weight."""
-
-    hint: ClassVar[str] = ""
-    """Text that is appended to errors about a recipe; begins with a space."""
-
     recipe: Recipe = RECIPES["tensorwise"]
     gemms: GemmConfig = dataclasses.field(default_factory=GemmConfig)
     pad_inner_dim: bool = False
@@ -119,8 +113,6 @@ class LinearConfig:
         """Look up the recipe, and validate the fields."""
         if self.emulate not in ("auto", True, False):
             raise Fp8Error(f'emulate must be "auto", True or False, got {self.emulate!r}.')
-        if isinstance(self.recipe, str) and self.recipe not in RECIPES:
-            raise Fp8Error(f"Unknown recipe {self.recipe!r}. Use one of {', '.join(TRAINED)}, or a Recipe.{self.hint}")
         # `object.__setattr__`, because the dataclass is frozen.
         object.__setattr__(self, "recipe", get_recipe(self.recipe))
         if self.recipe.weight_for_grad_input is not None:
@@ -154,12 +146,11 @@ class LinearConfig:
         where = f"Recipe {self.recipe.name!r}: {name}"
         if cast.scaling == "delayed" and operand != name:
             raise Fp8Error(f"{where} cannot be delayed: an operand has one history. Use delayed scaling for {operand}.")
-        scalings = self.weight_scalings if name == "weight" else LinearConfig.weight_scalings
-        if cast.scaling not in scalings or cast.granularity not in GRANULARITIES[operand]:
+        if cast.scaling not in SCALINGS or cast.granularity not in GRANULARITIES[operand]:
             raise Fp8Error(
                 f"{where} cannot be cast with {cast.scaling} {cast.granularity} scaling here. Use "
-                f"{', '.join(scalings)} scaling with one of {', '.join(GRANULARITIES[operand])}; only the matmul for "
-                f"the weight's gradient can be disabled.{self.hint}"
+                f"{', '.join(SCALINGS)} scaling with one of {', '.join(GRANULARITIES[operand])}; only the matmul for "
+                f"the weight's gradient can be disabled."
             )
 
     @property
