@@ -255,7 +255,7 @@ def load_status() -> dict[str, Any]:
     """Return the contents of `status.json`.
 
     `words` has the meaning of each word of a status, `columns` the title of each column, `devices` the key, title and
-    status of each class of devices, and `gpus` the name, target, links and runs of each GPU.
+    status of each class of devices, and `gpus` the kind, name, target, links and runs of each GPU.
     """
     return json.loads(resources.files("fp8_common").joinpath("status.json").read_text())
 
@@ -308,7 +308,7 @@ def gpu_named(name: str) -> Device:
 def gpu_entry(device: Device) -> dict[str, Any] | None:
     """Return the entry of a GPU in `status.json`, or None.
 
-    It has the keys "name", "target", "links" and "ran".
+    It has the keys "kind", "name", "target", "links" and "ran".
     """
     plain_name = _plain(device.name)
     matches = [

@@ -410,7 +410,7 @@ def estimate(job: Job, choice: Choice) -> Estimate:
     if tokens / job.measured < modelled:
         raise Fp8Error(
             f"{job.measured:g} tokens per second in bf16 are more than the {tokens / modelled:.0f} that the model "
-            "allows. Its rates are too low for this machine: give an Accelerator with those you measured."
+            "allows. Its rates are too low for this machine: pass an Accelerator with the rates that you measured."
         )
     return dataclasses.replace(modelled_step, other=modelled_step.other + tokens / job.measured - modelled)
 

@@ -1,7 +1,7 @@
 """NumPy functions that define the values of all frameworks.
 
-`fp8_common.torch` and `fp8_common.jax` have most of them, equal bit for bit. `philox`, `random_bits`, `silu_mul` and
-`silu_mul_backward` exist for NumPy only.
+`fp8_common.torch` and `fp8_common.jax` have most of them, equal bit for bit. They do not export `philox`,
+`random_bits`, `silu_mul` and `silu_mul_backward`.
 """
 
 from fp8_common._reference.activations import silu_mul, silu_mul_backward

@@ -147,7 +147,7 @@ def test_a_configuration_that_is_none_raises(tmp_path, text, part):
         ({"ranks": 12}, "do not fill nodes"),
         ({"recompute": 2}, "share from 0 to 1"),
         ({"tokens": 10}, "10 tokens is less than one sequence of 8192"),
-        ({"measured": 1e9}, "give an Accelerator"),
+        ({"measured": 1e9}, "pass an Accelerator"),
     ],
 )
 def test_a_job_that_is_none_or_faster_than_the_model_raises(changes, part):

@@ -57,7 +57,7 @@ def test_the_failure_names_count_histogram_offenders_and_seed():
     lines = failure(got, want, fmt="e4m3", source=source, seed=1234, name="triton.cast").splitlines()
     assert lines[0] == "triton.cast: 12 of 1024 values (1.17 %) differ by more than 0 ULP"
     assert lines[1] == "  ULP histogram: 1: 3, 5-8: 9"
-    assert lines[2].split() == ["index", "source", "got", "wanted", "ULP"]
+    assert lines[2].split() == ["index", "source", "got", "expected", "ULP"]
     value = source[2, 5]
     assert lines[3].split(maxsplit=4)[:4] == ["(2,", "5)", f"{value:.9g}", f"(0x{int(value.view(np.uint32)):08x})"]
     assert f"(0x{got[2, 5]:02x})" in lines[3]
@@ -72,13 +72,13 @@ CODES = np.zeros(1, ml_dtypes.float8_e5m2)
 @pytest.mark.parametrize(
     ("got", "want", "fmt", "message"),
     [
-        (np.zeros(3), np.zeros((3, 1)), None, r"got: shape (3,), but (3, 1) was wanted"),
-        (np.zeros(1), np.zeros(1, np.float32), None, "got: dtype float64, but float32 was wanted"),
-        (np.zeros(1, np.uint8), CODES, None, "but float8_e5m2 was wanted"),
+        (np.zeros(3), np.zeros((3, 1)), None, r"got: shape (3,), but (3, 1) was expected"),
+        (np.zeros(1), np.zeros(1, np.float32), None, "got: dtype float64, but float32 was expected"),
+        (np.zeros(1, np.uint8), CODES, None, "but float8_e5m2 was expected"),
         (CODES, np.zeros(1, np.uint8), None, "Pass fmt to compare codes with float8"),
         (CODES, CODES.view(ml_dtypes.float8_e4m3fn), None, "dtype float8_e5m2"),
-        (CODES, np.zeros(1, np.uint8), "e4m3", "but uint8 or float8_e4m3fn was wanted"),
-        (np.zeros(1, np.uint8), np.zeros(1, np.int32), "e4m3", "got (the wanted side): dtype int32"),
+        (CODES, np.zeros(1, np.uint8), "e4m3", "but uint8 or float8_e4m3fn was expected"),
+        (np.zeros(1, np.uint8), np.zeros(1, np.int32), "e4m3", "got (the expected side): dtype int32"),
         # integers and booleans are compared exactly
         (np.int64([2]), np.int64([-2]), None, "3-4: 1"),
         (np.uint8([127]), np.uint8([255]), None, "127"),

@@ -76,7 +76,7 @@ def foreach_cast_kernel(
     t = tl.load(tensor_ptr + tl.program_id(0))
     base = tl.load(chunk_ptr + tl.program_id(0)).to(tl.int64) * (BLOCK * ITERS)
     n, scale = tl.load(numel_ptr + t), tl.load(scale_ptr + t)
-    # Without the hint after the load, a store would write single elements.
+    # Without the hint after the load, stores would be narrow.
     x, y = tensor_at(ptrs_ptr, t, DTYPE, ALIGNED), y_ptr + tl.multiple_of(tl.load(offset_ptr + t), 16)
     o = tl.arange(0, BLOCK)
     if base + BLOCK * ITERS <= n:

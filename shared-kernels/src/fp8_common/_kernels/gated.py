@@ -162,15 +162,15 @@ def columns_of_group(g, columns, M, N, COUNT, APART: tl.constexpr):
     The three results are for the gradients of gate and up, and for the activation. See `scales_of_gradients` in
     `fp8_common._reference.activations`.
     """
-    wide = N.to(tl.int64)
+    width = N.to(tl.int64)
     if APART:
         base = (2 * M.to(tl.int64) + 31) // 32 * 32
-        at = base + g * wide + columns
-        return at, at + COUNT * wide, at + 2 * COUNT * wide
+        at = base + g * width + columns
+        return at, at + COUNT * width, at + 2 * COUNT * width
     else:
         base = (M.to(tl.int64) + 31) // 32 * 32
-        at = base + g * (2 * wide) + columns
-        return at, at + wide, base + 2 * COUNT * wide + g * wide + columns
+        at = base + g * (2 * width) + columns
+        return at, at + width, base + 2 * COUNT * width + g * width + columns
 
 
 @triton.jit
@@ -328,7 +328,7 @@ def gated_rows(
         Fp8Error: If rows are longer than `LONGEST_ROW`.
     """
     if n > LONGEST_ROW:
-        raise Fp8Error(f"Rows of an activation stay in registers up to {LONGEST_ROW} columns, got {n}.")
+        raise Fp8Error(f"The kernel supports activations of up to {LONGEST_ROW} columns, got {n}. Use the reference.")
     bn = max(16, next_power_of_2(n))
     tile = {"BM": max(1, 4096 // bn), "BN": bn}
     return Launch(

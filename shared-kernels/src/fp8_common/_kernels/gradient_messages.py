@@ -228,5 +228,5 @@ def sum_gradients(ranks: int, columns: int, pitch: int, fmt: str | Format, dtype
 
 def _int32(n: int) -> int:
     if n >= 1 << 31:
-        raise Fp8Error(f"Kernels take rows of fewer than 2^31 elements, got {n}.")
+        raise Fp8Error(f"Kernels support rows of fewer than 2^31 elements, got {n}.")
     return n

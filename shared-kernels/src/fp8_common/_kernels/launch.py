@@ -270,8 +270,8 @@ def plan(make: _Plan) -> _Plan:
 
     Each step requests the same few launches, but the number of tokens may change between steps.
     """
-    kept: Any = lru_cache(maxsize=1024)(make)
-    return kept
+    cached: Any = lru_cache(maxsize=1024)(make)
+    return cached
 
 
 def scale_rule(fmt: str | Format, policy: ScalePolicy = CANONICAL) -> tuple[float, ScaleRule]:
@@ -316,7 +316,7 @@ def matrix_sizes(m: int, n: int) -> dict[str, int]:
         Fp8Error: If the rows or columns do not fit in int32. Offsets, which multiply both, are int64 in the kernels.
     """
     if max(m, n) >= 1 << 31:
-        raise Fp8Error(f"Kernels take matrices of fewer than 2^31 rows and columns, got {m} x {n}.")
+        raise Fp8Error(f"Kernels support matrices of fewer than 2^31 rows and columns, got {m} x {n}.")
     return {"M": m, "N": n}
 
 

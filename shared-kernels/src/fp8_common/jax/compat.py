@@ -15,7 +15,7 @@ PROBLEM: str | None = None
 """Problem of this version of JAX, as a clause; None if there is no problem."""
 
 if not (hasattr(ShapedArray, "mat") or hasattr(ShapedArray, "vma")):
-    PROBLEM = f"types of jax {jax.__version__} do not tell along which axes of shard_map arrays vary"
+    PROBLEM = f"types of jax {jax.__version__} do not show along which axes of shard_map arrays vary"
 
 
 def gpu_triton() -> Any:

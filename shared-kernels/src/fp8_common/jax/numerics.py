@@ -122,7 +122,7 @@ def varying_axes(x: Any) -> frozenset[str]:
         return frozenset(manual.varying)
     # There is no default: if the attribute were renamed, the axes would be lost, and an amax be of one device only.
     if (axes := getattr(aval, "vma", None)) is None and get_abstract_mesh().manual_axes:
-        raise Fp8UnsupportedError(f"FP8 cannot run in shard_map: {PROBLEM}. Install a version of JAX that is tested.")
+        raise Fp8UnsupportedError(f"FP8 cannot run in shard_map: {PROBLEM}. Install a tested version of JAX.")
     return frozenset(axes or ())
 
 

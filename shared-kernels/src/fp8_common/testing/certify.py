@@ -242,7 +242,7 @@ def example() -> tuple[NDArray[np.float32], dict[str, NDArray[np.float32]]]:
 
 
 def difference(
-    first: Trace, other: Trace, kept: NDArray[np.bool_] | None = None, gradients: bool = True
+    first: Trace, other: Trace, compared: NDArray[np.bool_] | None = None, gradients: bool = True
 ) -> PropertyResult | None:
     """Return the first difference of two traces as a "no", or None.
 
@@ -251,8 +251,8 @@ def difference(
     Args:
         first: Trace.
         other: Trace with the same layers.
-        kept: bool [examples, tokens]: outputs to compare. Other outputs, and outputs without a token axis, may differ.
-            None compares all outputs.
+        compared: bool [examples, tokens]: outputs to compare. Other outputs, and outputs without a token axis, may
+            differ. None compares all outputs.
         gradients: Whether to compare gradients.
     """
     for layer, a in first.items():
@@ -260,12 +260,12 @@ def difference(
         if layer.endswith(GRADIENT):
             if not gradients:
                 continue
-        elif kept is not None:
-            if a.shape[:1] == (kept.size,):  # tokens of all examples in one dimension
-                a, b = a.reshape(*kept.shape, *a.shape[1:]), b.reshape(*kept.shape, *a.shape[1:])
-            if a.shape[:2] != kept.shape:
+        elif compared is not None:
+            if a.shape[:1] == (compared.size,):  # tokens of all examples in one dimension
+                a, b = a.reshape(*compared.shape, *a.shape[1:]), b.reshape(*compared.shape, *a.shape[1:])
+            if a.shape[:2] != compared.shape:
                 continue
-            selected = kept.reshape(*kept.shape, *(1,) * (a.ndim - 2))
+            selected = compared.reshape(*compared.shape, *(1,) * (a.ndim - 2))
         if a.shape != b.shape:
             return PropertyResult(result="no", reason=f"{layer} is {a.shape}, and then {b.shape}", layer=layer)
         bits = f"u{a.dtype.itemsize}"
@@ -320,20 +320,20 @@ def _changed(x: NDArray[Any], strength: float) -> NDArray[Any]:
 
 
 def _depends(
-    subject: Subject, free: NDArray[np.bool_], kept: NDArray[np.bool_], gradients: bool
+    subject: Subject, free: NDArray[np.bool_], compared: NDArray[np.bool_], gradients: bool
 ) -> PropertyResult | None:
-    """Find a small change of `free` tokens that affects `kept` tokens.
+    """Find a small change of `free` tokens that affects `compared` tokens.
 
     Returns the difference of results as a "no", or None if no tested change has an effect.
     """
     x = subject.inputs
-    base = subject.run(x, kept, 1)
+    base = subject.run(x, compared, 1)
 
     def with_change(elements: NDArray[np.int64], strength: float) -> tuple[PropertyResult | None, NDArray[Any]]:
         changed = x.copy().reshape(-1)
         changed[elements] = _changed(x, strength).reshape(-1)[elements]
-        trace = subject.run(changed.reshape(x.shape), kept, 1)
-        return difference(base, trace, kept, gradients), changed
+        trace = subject.run(changed.reshape(x.shape), compared, 1)
+        return difference(base, trace, compared, gradients), changed
 
     elements = np.flatnonzero(np.broadcast_to(free.reshape(*free.shape, *(1,) * (x.ndim - 2)), x.shape))
     for strength in STRENGTHS[: 2 if x.dtype == np.float16 else None]:

@@ -99,17 +99,19 @@ def _comparable(
     FP8 codes become uint8; the format of other dtypes is None. Raises AssertionError if shapes or dtypes differ.
     """
     if got.shape != want.shape:
-        raise AssertionError(f"{name}: shape {got.shape}, but {want.shape} was wanted")
+        raise AssertionError(f"{name}: shape {got.shape}, but {want.shape} was expected")
     form = get_format(fmt) if fmt is not None else _format_of(want.dtype)
     if form is None:
         if got.dtype != want.dtype:
             hint = ". Pass fmt to compare codes with float8" if np.uint8 in (got.dtype, want.dtype) else ""
-            raise AssertionError(f"{name}: dtype {got.dtype}, but {want.dtype} was wanted{hint}")
+            raise AssertionError(f"{name}: dtype {got.dtype}, but {want.dtype} was expected{hint}")
         return got, want, None
     allowed = (np.dtype(np.uint8), form.numpy_dtype) if fmt is not None else (form.numpy_dtype,)
-    for side, array in (("", got), (" (the wanted side)", want)):
+    for side, array in (("", got), (" (the expected side)", want)):
         if array.dtype not in allowed:
-            raise AssertionError(f"{name}{side}: dtype {array.dtype}, but {' or '.join(map(str, allowed))} was wanted")
+            raise AssertionError(
+                f"{name}{side}: dtype {array.dtype}, but {' or '.join(map(str, allowed))} was expected"
+            )
     return got.view(np.uint8), want.view(np.uint8), form
 
 
@@ -186,7 +188,7 @@ def _table(
     fmt: Format | None,
 ) -> Iterable[str]:
     """Return lines of a table: headings, and the first differing values."""
-    rows = [("index", "source", "got", "wanted", "ULP")]
+    rows = [("index", "source", "got", "expected", "ULP")]
     for where in np.argwhere(bad)[:SHOWN]:
         index = tuple(int(i) for i in where)
         ulp = "NaN" if distance[index] == _NAN_DISTANCE else str(distance[index])

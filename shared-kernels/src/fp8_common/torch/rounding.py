@@ -173,7 +173,7 @@ def values(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32)
 def values_table(fmt: Format, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the 256 values of a format in `dtype`, cached on `device`.
 
-    The values are exact in float32, and in bfloat16 except for code 0 of E8M0.
+    The values are exact in float32 and in bfloat16.
     """
     # Created by NumPy: the table is cached, so it must not depend on the current default device or tensor mode.
     table = torch.from_numpy(decode(np.arange(256, dtype=np.uint8), fmt))
