@@ -127,6 +127,14 @@ def test_unconvert_returns_the_layer_with_all_that_is_its_own():
     assert isinstance(plain.child, nn.Tanh)
 
 
+def test_a_converted_weight_has_the_state_of_the_last_conversion():
+    layer = converted(nn.Linear(16, 16), "tensorwise")
+    plain = f8.unconvert(layer)
+    assert not hasattr(plain.weight, "fp8_weight")
+    again = converted(plain, "rowwise")
+    assert again.weight.fp8_weight is again.fp8["weight"].weight
+
+
 def test_gradients_hooks_and_attributes_of_weights_survive():
     layer = nn.Linear(16, 16)
     layer(X).sum().backward()

@@ -267,7 +267,7 @@ REFUSED = {
         nn.Linear(8, 8), mesh["tp"], f8.Float8ColwiseParallel()
     ),
     "no Float8Linear": lambda mesh: prepare(mesh, nn.ReLU()),
-    "cast theirs differently": lambda mesh: prepare(mesh, two_casts()),
+    "cast their inputs differently": lambda mesh: prepare(mesh, two_casts()),
     "already distributed": parallel_twice,
     "cannot compute in FP8. Shard it along its rows or its columns": cut_twice,
     "must run before fully_shard": lambda mesh: converted(fully_shard(nn.Sequential(Block()), mesh=mesh["dp"])),

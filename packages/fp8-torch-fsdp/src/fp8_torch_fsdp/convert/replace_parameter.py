@@ -9,7 +9,7 @@ from torch import nn
 from fp8_common import Fp8Error
 from fp8_common.torch_layers.sharding.replaced import MARK, mark_replaced
 
-_NOT_COPIED = {"plain", "info", MARK}
+_NOT_COPIED = {"plain", "fp8_weight", MARK}
 """Attributes of an FP8 wrapper, and the mark of a replaced parameter."""
 
 
