@@ -75,7 +75,7 @@ def test_a_sum_betrays_itself(uses):
     [
         (state(history=(np.inf, 0, 1)), "not finite"),
         (state(scale=0.0), "scale of zero"),
-        (state(scale=-1.0, history=(3.0, 1.5, 0, 0)), "gradients were put in the place of the state"),
+        (state(scale=-1.0, history=(3.0, 1.5, 0, 0)), "gradients have replaced the state"),
         (state(scale=np.nan), "finite"),
         (state(history=(-1.0, 0, 1)), "a negative amax"),
         (state(scale=1.0, history=(2, 0, 0, 448)), ""),

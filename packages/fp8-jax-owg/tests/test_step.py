@@ -90,7 +90,7 @@ def test_gradients_instead_of_the_state_are_nan_in_the_next_step(micro_batches):
     """As training steps do that overwrite state by themselves: `next_state` is for them."""
     assert np.isfinite(use(1.0, owg.tree.next_state(start(), micro_batches[1])))
     assert np.isnan(use(1.0, micro_batches[1]))
-    assert "gradients were put in the place of the state" in str(owg.report(micro_batches[1]))
+    assert "gradients have replaced the state" in str(owg.report(micro_batches[1]))
 
 
 @pytest.mark.parametrize("collective", [owg.pmean, owg.psum])

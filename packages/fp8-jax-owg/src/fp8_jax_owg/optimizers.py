@@ -44,8 +44,8 @@ def bypass_owg(
     """
     if isinstance(inner, optax.MultiSteps):
         raise Fp8Error(
-            "bypass_owg of optax.MultiSteps would roll amax histories at every micro-batch. Take "
-            "fp8_jax_owg.optimizers.MultiSteps, which is not wrapped in bypass_owg."
+            "bypass_owg of optax.MultiSteps would roll amax histories at every micro-batch. Use "
+            "fp8_jax_owg.optimizers.MultiSteps, without bypass_owg."
         )
     optimizer = optax.with_extra_args_support(inner)
 
@@ -73,8 +73,8 @@ def _parts(tree: Any, trained: Sequence[str] | None) -> tuple[Any, Any, Any]:
     if trained is None and (others := [name for name in names if name != "params"]):
         raise Fp8Error(
             f"The optimizer got {', '.join(map(repr, others))} in addition to 'params'. Moments and weight decay are "
-            "wrong for batch statistics and caches: pass trained=('params',), and the others keep their values; or "
-            "name in trained all collections that are trained."
+            "wrong for batch statistics and caches: pass trained=('params',) to keep the values of other collections, "
+            "or name all trained collections in trained."
         )
     is_trained = jax.tree_util.tree_map_with_path(lambda path, _: path[0].key in names, parameters)
     part = lambda wanted: jax.tree.map(lambda flag, x: x if flag is wanted else None, is_trained, parameters)  # noqa: E731

@@ -275,8 +275,8 @@ def refuse_changes(before: set[int], after: Any) -> None:
     if changed := [jax.tree_util.keystr(path) for path, leaf in leaves if id(leaf) not in before]:
         raise Fp8UnsupportedError(
             f"A pipeline does not keep variables that its stages change or sow, here {', '.join(changed)}. Move the "
-            "layer out of the stage, use a stateless one (LayerNorm), make it deterministic, or leave mutable= out of "
-            "apply. If a stage of Linen sows it, name its collection in sown_collections."
+            "layer out of the stage, use a stateless one (LayerNorm), make it deterministic, or omit mutable= in "
+            "apply. If a Linen stage sows it, name its collection in sown_collections."
         )
 
 
@@ -396,9 +396,9 @@ def _check_result(activations: Any, out: Any) -> None:
     )
     if got != returned:
         raise Fp8Error(
-            f"A stage of a pipeline must return activations of the shapes and dtypes that it gets, and this one gets "
-            f"{got} and returns {returned}. Keep layers that change them, such as embeddings and heads, out of the "
-            "stages, and give dtype= to layers that promote."
+            f"A stage of a pipeline must return activations of the shapes and dtypes that it gets; this one gets "
+            f"{got} and returns {returned}. Move layers that change them, such as embeddings and heads, out of the "
+            "stages, and pass dtype= to layers that promote."
         )
 
 

@@ -156,17 +156,17 @@ def _suspicion(pair: Pair, before: Pair | None) -> str:
     # Only the first matching problem is reported.
     if not (np.isfinite(history).all() and np.isfinite(scale).all()):
         return (
-            "not finite: what uses, micro-batches or devices observed was added up, averaged, scaled or clipped "
-            "instead of combined by MAX, or the loss computes with the state; or a checkpoint from elsewhere, which "
+            "not finite: observations of uses, micro-batches or devices were added, averaged, scaled or clipped "
+            "instead of combined by MAX, or the loss computes with the state, or a checkpoint held such values, which "
             "checkpoint.upgrade repairs"
         )
     if (scale < 0).any():
-        return "gradients were put in the place of the state: make the next state with apply_updates or next_state"
+        return "gradients have replaced the state: compute the next state with apply_updates or next_state"
     # Plain `jax.grad` leaves encoded zeros, which are slightly below zero.
     if (history <= -ENCODED_ZERO).any():
-        return "a negative amax, which no step records: an optimizer, an average or a SUM has changed it"
+        return "a negative amax, which no step records: an optimizer, an average or a SUM has changed the state"
     if not (scale > 0).all():
-        return "a scale of zero: the gradient of an unused layer was taken for its next value"
+        return "a scale of zero: the gradient of an unused layer has replaced its scale"
     return "" if before is None else _compare(history, before.history)
 
 
@@ -180,7 +180,7 @@ def _compare(history: np.ndarray, before: np.ndarray) -> str:
         # Rounded, because a sum of equal float32 numbers, divided by one of them, may miss their count by a last bit.
         factors = np.unique((history[1:] / rolled[1:])[rolled[1:] > 0].round(3))
     times = f"{factors[0]:g} times" if factors.size == 1 else "not"
-    return f"older amax are {times} what they were: gradients were combined by SUM instead of MAX, or rolled twice"
+    return f"older amax are {times} their previous values: combined by SUM instead of MAX, or rolled twice"
 
 
 def _remarks(tensor: TensorReport) -> str:

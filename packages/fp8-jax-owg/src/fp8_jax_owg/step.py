@@ -127,7 +127,7 @@ def _reduce(gradients: Any, axis_name: str | tuple[str, ...], collective: Any, n
             raise Fp8Error(
                 f"{name} over {', '.join(axes)} got a gradient that is equal along {', '.join(sorted(equal))}: under "
                 "shard_map with check_vma=True JAX has summed the gradients of replicated parameters already. Divide "
-                "the loss by the global number of examples and leave this call out."
+                "the loss by the global number of examples, and omit this call."
             )
         return collective(gradient, axes)
 

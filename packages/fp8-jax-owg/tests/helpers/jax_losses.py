@@ -278,7 +278,7 @@ def check_compared(framework):
 def check_compared_beside_training(framework):
     """Check that comparisons in the place of state give the warning about kernels with a scale that never moves."""
     compared = on_leaves(lambda p: p if floating(p) and p.ndim == 2 else numbers_of_comparison(p))
-    with pytest.warns(owg.state.UnsharedStateWarning, match="state beside it is not"):
+    with pytest.warns(owg.state.UnsharedStateWarning, match="its FP8 state is not"):
         _, gradient = framework.step(compared(framework.apply), framework.warm)
     T(np.testing.assert_array_equal, next_variables(framework.warm, gradient), framework.warm)
 

@@ -310,8 +310,8 @@ def test_a_conversion_logs_what_it_leaves_out_and_why(caplog):
     assert repr(model).startswith("convert_to_fp8(Mixed(")
     variables = jax.eval_shape(model.init, KEY(0), sample())
     wanted = (
-        "FP8: converted 1 of 5 layers. Left out: einsum (Einsum has no FP8 matmul here), own (it has a matmul of its "
-        "own), last (by the rules), embed (Embed has no FP8 matmul here)."
+        "FP8: converted 1 of 5 layers. Left out: einsum (Einsum has no FP8 matmul here), own (it has a custom "
+        "operation), last (by the rules), embed (Embed has no FP8 matmul here)."
     )
     assert caplog.messages == [wanted]
     jax.eval_shape(model.apply, variables, sample())

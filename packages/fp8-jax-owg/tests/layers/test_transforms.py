@@ -260,7 +260,7 @@ def test_parameters_of_linen_without_their_state_warn(scanned):
     def trace(gradient):  # which warns; nothing is compiled
         return jax.eval_shape(gradient, variables["params"], variables[COLLECTION])
 
-    with pytest.warns(owg.state.UnsharedStateWarning, match="A kernel is trained and the FP8 state beside it is not"):
+    with pytest.warns(owg.state.UnsharedStateWarning, match="A kernel is trained and its FP8 state is not"):
         trace(jax.grad(loss))
     with pytest.warns(owg.state.UnsharedStateWarning, match="differentiated by plain jax.grad"):
         trace(jax.grad(loss, (0, 1)))

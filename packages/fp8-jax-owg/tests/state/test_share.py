@@ -121,7 +121,7 @@ def test_plain_gradients_add_up_what_is_not_shared_and_the_second_step_is_nan(ho
     """The hazard that this package is there for: a sum of encoded zeros betrays it."""
     after = jax.jit(jax.grad(ADDED[how]))(T(lambda x: jnp.where(x > 1, 0, x), start()))
     assert after["input_amax_history"][0] == sum(SEEN)
-    assert "a SUM has changed it" in owg.report(after).suspicious[0].suspicion
+    assert "a SUM has changed the state" in owg.report(after).suspicious[0].suspicion
     assert np.isnan(use(1.0, after))
 
 

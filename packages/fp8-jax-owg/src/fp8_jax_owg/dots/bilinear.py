@@ -37,11 +37,12 @@ from fp8_jax_owg.state.in_loss import UnsharedStateWarning, as_live, observation
 from fp8_jax_owg.state.pairs import Meta, pair_of
 
 FROZEN = (
-    "A kernel is trained and the FP8 state beside it is not: its scales never change, and FP8 training with the scales "
-    "of a new model, all 1, loses accuracy. Differentiate both: a model of NNX with fp8_jax_owg.nnx.value_and_grad, "
-    "not nnx.value_and_grad; all variables of Linen with fp8_jax_owg.value_and_grad. Filter this warning if the scales "
-    "are frozen on purpose."
+    "A kernel is trained and its FP8 state is not: its scales never change, and FP8 training with the scales of a new "
+    "model, all 1, loses accuracy. Differentiate both: an NNX model with fp8_jax_owg.nnx.value_and_grad, not "
+    "nnx.value_and_grad; all variables of Linen with fp8_jax_owg.value_and_grad. Filter this warning if the scales are "
+    "frozen on purpose."
 )
+"""Warning of a kernel that is differentiated without its state."""
 LiveState = dict[TensorName, jax.Array]
 """The live leaf of each tensor of a matmul; empty for current scaling."""
 
@@ -91,7 +92,7 @@ class Bilinear:
             Fp8Error: If the operation supports only one scale per tensor.
         """
         raise Fp8Error(
-            'Convolutions and fp8_ragged_dot have one scale per tensor: use CurrentScaling(granularity="tensor").'
+            'Convolutions and fp8_ragged_dot have one scale per tensor. Use CurrentScaling(granularity="tensor").'
         )
 
 
@@ -176,10 +177,12 @@ def match_state(
     settings = as_scaling(scaling or (CurrentScaling() if meta is None else DelayedScaling()))
     if not isinstance(settings, DelayedScaling):
         if meta is not None:
-            raise Fp8Error("CurrentScaling has no state, and leaves were given. Leave them out, or use DelayedScaling.")
+            raise Fp8Error("CurrentScaling has no state, but meta was given. Omit meta, or use DelayedScaling.")
         return settings, {}
     if meta is None:
-        raise Fp8Error("Delayed scaling needs its state: pass the leaves of init_meta, or use CurrentScaling().")
+        raise Fp8Error(
+            "Delayed scaling needs its state. Pass the leaves of init_meta as meta, or use CurrentScaling()."
+        )
     pairs = {tensor: pair_of(meta, tensor) for tensor in tensors}
     live = {tensor: as_live(pair, tensor) for tensor, pair in pairs.items()}
     lengths = {pair.history.shape[-1] for pair in pairs.values()}

@@ -25,8 +25,8 @@ def as_letters(equation: str, a: jax.Array, b: Kernel) -> tuple[jax.Array, Kerne
         jax.eval_shape(partial(jnp.einsum, equation), *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (a, b)))
     except (TypeError, ValueError) as error:
         raise Fp8Error(
-            f"{equation!r} is no equation of einsum for two operands of shapes {a.shape} and {b.shape}: {error} "
-            "Multiply more operands one after another, each matmul with its own meta."
+            f"{equation!r} is not an einsum equation for two operands of shapes {a.shape} and {b.shape}: {error} "
+            "Multiply more operands one after another, with a separate meta for each matmul."
         ) from None
     inputs, out, _ = parse_einsum_input((equation, a.shape, b.shape), shapes=True)
     left, right = inputs.split(",")
@@ -55,7 +55,7 @@ def _reduce_operand(x: Any, letters: str, usable: str, elsewhere: str) -> tuple[
         return x, letters
     if isinstance(x, Fp8Param):
         raise Fp8Error(
-            "A gathered kernel is cast already: fp8_einsum cannot sum or take the diagonal of its dimensions, nor "
-            "broadcast them. Write the equation without."
+            "A gathered kernel is cast already: fp8_einsum cannot sum, broadcast, or take the diagonal of its "
+            "dimensions. Use an equation without these operations."
         )
     return jnp.einsum(f"{letters}->{kept}", x), kept

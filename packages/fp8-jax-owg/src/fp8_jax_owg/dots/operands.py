@@ -235,5 +235,5 @@ def refuse_explicit_axes(what: str, tree: Any) -> None:
         if explicit := [name for name in names if axes.get(name) is AxisType.Explicit]:
             raise Fp8UnsupportedError(
                 f"{what} cannot run on arrays that are sharded over explicit mesh axes, got {', '.join(explicit)}. "
-                "Wrap the function in jax.sharding.auto_axes, or make the mesh with AxisType.Auto."
+                "Wrap the function in jax.sharding.auto_axes, or create the mesh with AxisType.Auto."
             )

@@ -87,7 +87,7 @@ class _Converted(nn.Module):
                 reasons[name] = f"{type(module).__name__} has no FP8 matmul here"
             # A layer with a custom operation, under either of flax's names for it, keeps it.
             elif any(getattr(module, f"{row[1]}{end}", None) for end in ("", "_cls")):
-                reasons[name] = "it has a matmul of its own"
+                reasons[name] = "it has a custom operation"
             else:
                 reasons[name] = ""
                 attributes: dict[str, Any] = {f"{row[1]}_cls": _Make(row[2], scaling)}

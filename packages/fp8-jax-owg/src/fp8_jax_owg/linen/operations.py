@@ -87,7 +87,7 @@ class Fp8Op(nn.Module):
         if not known and not self.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
             if self.is_initializing():
                 raise Fp8Error(
-                    f"init cannot make the FP8 state of {'/'.join(self.path)}: a transform around the layer, such as "
+                    f"init cannot create the FP8 state of {'/'.join(self.path)}: a transform around the layer, such as "
                     f"nn.scan or nn.vmap, does not lift the collection {OVERWRITE_WITH_GRADIENT!r}. Name it next to "
                     f'"params", as variable_axes={{"params": 0, "{OVERWRITE_WITH_GRADIENT}": 0}} or '
                     f'variable_broadcast=["params", "{OVERWRITE_WITH_GRADIENT}"].'
@@ -95,7 +95,7 @@ class Fp8Op(nn.Module):
             raise Fp8Error(
                 f"The FP8 state of {'/'.join(self.path)} is missing. Pass apply the collection "
                 f"{OVERWRITE_WITH_GRADIENT!r} that init returned next to 'params'; for parameters that were trained "
-                "without FP8, make it with fp8_jax_owg.checkpoint.upgrade."
+                "without FP8, create it with fp8_jax_owg.checkpoint.upgrade."
             )
         return {name: self.variable(OVERWRITE_WITH_GRADIENT, name, lambda x=x: x).value for name, x in leaves.items()}
 

@@ -31,7 +31,7 @@ PRAXIS = {
     "optimizer_dims_mapping": "read the names of the added axes from the metadata of parameters",
     "stream_io": "inputs and outputs stay where the compiler puts them",
     "polluting_bubbles_with_nan": "stages without work compute on a constant",
-    "share_weights": "each round has variables of its own",
+    "share_weights": "each round has separate variables",
     "enable_async_circular_transfer": "the compiler schedules transfers",
 }
 """Options of praxis's pipelines that this pipeline lacks, and their replacements."""

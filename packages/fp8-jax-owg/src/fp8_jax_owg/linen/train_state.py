@@ -79,7 +79,7 @@ class TrainState(train_state.TrainState):
             if unknown := [name for name in mutable if name not in kept]:
                 raise Fp8Error(
                     f"mutable holds {', '.join(map(repr, unknown))}, and this state keeps {kept}. Pass the collections "
-                    "that init returned and the step has changed; the FP8 state comes from grads."
+                    "that init returned and the step has changed; parameters and FP8 state come from grads."
                 )
             params = type(params)({**params, **mutable})
         after = params, opt_state

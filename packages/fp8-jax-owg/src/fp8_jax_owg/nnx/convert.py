@@ -70,7 +70,7 @@ def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoi
     included = [decision for decision in decisions if decision.include]
     if not included:
         raise Fp8Error(
-            f"No layer to convert among {len(layers)} ({', '.join(list(layers)[:3]) or 'none found'}). "
+            f"No layer to convert among {len(layers)} supported ones ({', '.join(list(layers)[:3]) or 'none'}). "
             "Check the rules and the model."
         )
     # All operations are created before the first one is set, so that an error leaves the model unchanged.
@@ -103,7 +103,7 @@ def _operation(layer: Any, decision: Decision, default: ScalingChoice | None) ->
     if (*stacked, *kernel_shape) != shape:
         raise Fp8Error(
             f"The kernel of {name!r} has shape {shape}, and one layer's kernel has {kernel_shape}. Stack layers along "
-            "leading dimensions (out_axes=0 of nnx.vmap), or convert them before."
+            "leading dimensions (out_axes=0 of nnx.vmap), or convert the layers before you stack them."
         )
     return attribute, kind(decision.recipe or default, stacked)
 

@@ -59,7 +59,7 @@ except ImportError as error:
 
 
 COMPUTES_WITH_STATE = (
-    "The loss computes with FP8 state, which has no gradient: its gradient is what layers observe. Apply noise, "
+    "The loss computes with FP8 state, whose gradient is reserved for the observations of layers. Apply noise, "
     "clipping, casts, norms and penalties to parameters alone: to fp8_jax_owg.tree.split(variables)[0], to leaves "
     "whose dtype is floating (jnp.issubdtype(x.dtype, jnp.floating)), or with fp8_jax_owg.tree.cast_params. Select the "
     'state of a layer by state[i] or jnp.take(..., mode="clip"), and log it with fp8_jax_owg.state.read. Pass it '

@@ -84,9 +84,9 @@ LOWEST_UNSOUND, MINUS_INFINITY = np.int32(-(2**31) + 2 * 0x00800000), np.float32
 
 
 PLAIN = (
-    "FP8 state is differentiated by plain jax.grad, which adds up what several uses of one state observe: in a loop, "
-    "a pipeline, a layer that is called twice. Take fp8_jax_owg.value_and_grad, which combines it by MAX. An optimizer "
-    "must not see the state, or the next step is NaN: use fp8_jax_owg.linen.TrainState, or "
+    "FP8 state is differentiated by plain jax.grad, which adds the observations of all uses of a state: in a loop, a "
+    "pipeline, or a layer that is called twice. Use fp8_jax_owg.value_and_grad, which combines them by MAX. An "
+    "optimizer that updates the state makes the next step NaN: use fp8_jax_owg.linen.TrainState, or "
     "fp8_jax_owg.optimizers.bypass_owg(tx) with fp8_jax_owg.apply_updates."
 )
 """Warning of plain gradients of state."""
@@ -384,8 +384,8 @@ def as_live(pair: Pair, name: str) -> jax.Array:
     if history.ndim != 1 or history.shape[0] == 0 or scale.shape != ((WIDTH,) if live and not shared else (1,)):
         raise Fp8Error(
             f"{name} scale must have shape (1,) and its amax history (length,) with length >= 1, got "
-            f"{scale.shape} and {history.shape}. Use vmap for stacked layers; inside of a loss, give a layer the state "
-            "itself and not the result of fp8_jax_owg.state.read."
+            f"{scale.shape} and {history.shape}. Use vmap for stacked layers. Inside of a loss, pass the state itself "
+            "to a layer, not the result of fp8_jax_owg.state.read."
         )
     if live:
         return scale if shared else check_float32(scale)

@@ -64,7 +64,7 @@ def init_meta(scaling: ScalingChoice | None = None, tensors: tuple[TensorName, .
     """
     delayed = as_scaling(scaling or DelayedScaling())
     if not isinstance(delayed, DelayedScaling):
-        raise Fp8Error(f"{delayed!r} has no state: leave meta out, or use DelayedScaling.")
+        raise Fp8Error(f"{delayed!r} has no state. Omit meta, or use DelayedScaling.")
     scales = {tensor + SCALE: jnp.ones(1, jnp.float32) for tensor in tensors}
     return scales | {tensor + HISTORY: jnp.zeros(delayed.amax_history_length, jnp.float32) for tensor in tensors}
 
@@ -97,7 +97,7 @@ def pair_of(meta: Meta, tensor: TensorName) -> Pair:
     if missing := [name for name in names if name not in meta]:
         raise Fp8Error(
             f"The FP8 state lacks {', '.join(missing)}; it has {', '.join(meta) or 'nothing'}. "
-            "Make it with init_meta, or with the init of the layer."
+            "Create it with init_meta, or with the init of the layer."
         )
     return Pair(*(meta[name] for name in names))
 
@@ -246,7 +246,7 @@ def check_float32(x: Any) -> Any:
     if dtype != jnp.float32:
         raise Fp8Error(
             f"Overwrite-with-gradient values must be float32, got {dtype or type(x).__name__}. Scales and amax "
-            "histories lose their meaning in another dtype: cast parameters with fp8_jax_owg.tree.cast_params, which "
-            "leaves them alone, or repair a checkpoint with fp8_jax_owg.checkpoint.upgrade."
+            "histories lose their meaning in another dtype. Cast parameters with fp8_jax_owg.tree.cast_params, which "
+            "does not cast state, or repair a checkpoint with fp8_jax_owg.checkpoint.upgrade."
         )
     return x
