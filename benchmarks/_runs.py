@@ -162,7 +162,8 @@ def percent(row: Row | None) -> str:
         return "not run"
     if row.estimate is None:
         return "diverged"
-    return f"{row.estimate.mean:+.2f} %" + (f" ± {row.estimate.half():.2f} %" if row.estimate.freedom else "")
+    mean = round(row.estimate.mean, 2) + 0.0  # not "-0.00"
+    return f"{mean:+.2f} %" + (f" ± {row.estimate.half():.2f} %" if row.estimate.freedom else "")
 
 
 def at_most(row: Row) -> str:

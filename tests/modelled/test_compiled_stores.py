@@ -19,7 +19,10 @@ pytestmark = [pytest.mark.timeout(900), on_a_pretended_gpu]
 # of the PTX, because integers take the same functions of Inductor
 NAN_MINIMUM = re.compile(r"\b(min|max)(\.ftz)?\.NaN")
 FAST = {("experts", "rowwise"), ("experts", "tensorwise_delayed"), ("block", "rowwise_with_gw_hp")}
-OWN_KERNELS = {("block", recipe) for recipe in ("tensorwise", "tensorwise_delayed", "rowwise", "blockwise", "mxfp8")}
+OWN_KERNELS = {
+    ("experts", "rowwise"),
+    *(("block", recipe) for recipe in ("tensorwise", "tensorwise_delayed", "rowwise", "blockwise", "mxfp8")),
+}
 """Where this project's own kernels, which `test_gates` compiles, store all codes."""
 MODELS = [(model, recipe) for model in ("block", "experts") for recipe in RECIPES]
 MODELS.remove(("experts", "mxfp8"))  # there are none
