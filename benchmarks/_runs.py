@@ -162,7 +162,7 @@ def percent(row: Row | None) -> str:
         return "not run"
     if row.estimate is None:
         return "diverged"
-    mean = round(row.estimate.mean, 2) + 0.0  # not "-0.00"
+    mean = row.estimate.mean if abs(row.estimate.mean) > 1e-9 else 0.0  # a difference of nothing has no sign
     return f"{mean:+.2f} %" + (f" ± {row.estimate.half():.2f} %" if row.estimate.freedom else "")
 
 

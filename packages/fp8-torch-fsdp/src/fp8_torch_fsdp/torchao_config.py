@@ -48,7 +48,7 @@ def from_torchao(config: Any, **changes: Any) -> Float8TrainingConfig:
 
 
 def _recipe(config: Any) -> Recipe:
-    """Return the recipe of a configuration; one of `RECIPES` if it is equal."""
+    """Return the recipe of a configuration, from `RECIPES` if equal."""
     input = _cast(config, "input", "e4m3")
     weight = _cast(config, "weight", "e4m3")
     grad_output = _cast(config, "grad_output", "e5m2")
