@@ -59,6 +59,28 @@ def test_ties_across_calls_or_casts_raise():
         f8.convert_to_float8_training(tied(), module_filter_fn=["0 = tensorwise", "1 = blockwise"])
 
 
+class FlatExperts(nn.Module):
+    """Experts whose weight is no stack, as their layout claims."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+
+def test_a_conversion_that_raises_leaves_the_model_unchanged():
+    layouts = {FlatExperts: f8.ExpertLayout(forward=lambda module, x, offsets: x)}
+    for model, rules in (
+        (tied(), ["0 = tensorwise", "1 = blockwise"]),
+        (nn.ModuleDict({"a": nn.Linear(16, 16), "b": FlatExperts()}), None),
+    ):
+        weights, classes = list(model.parameters()), [type(module) for module in model.modules()]
+        with pytest.raises(Fp8Error):
+            f8.convert_to_float8_training(model, module_filter_fn=rules, experts=layouts)
+        assert [type(module) for module in model.modules()] == classes
+        assert all(new is old for new, old in zip(model.parameters(), weights, strict=True))
+        assert not any(hasattr(module, "fp8") for module in model.modules())
+
+
 def test_the_same_layer_in_two_places_is_converted_once():
     shared = nn.Linear(16, 16)
     model = converted(nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)}))

@@ -96,12 +96,18 @@ def convert_to_float8_training(
     users = users_of_parameters(model)
     if config.all_gather:
         for name, parameter in model.named_parameters():
-            if users[id(parameter)][0][0] in selected:
+            if any(user in selected for user, _ in users[id(parameter)]):
                 raise_if_replaced(parameter, name)
-    for module, layer_config in selected.items():
-        _convert(module, layer_config, experts)
-    if config.all_gather:
-        _wrap_weights(list(selected), users)
+    try:
+        for module, layer_config in selected.items():
+            _convert(module, layer_config, experts)
+        weights = _weights_to_wrap(list(selected), users) if config.all_gather else []
+    except Fp8Error:
+        for module in [module for module in selected if isinstance(module, Float8Module)]:
+            to_original(module)
+        raise
+    for layers in weights:
+        _wrap_weight(layers)
     for module in model.modules():
         encoder_fast_path.turn_off(module, selected)
     # Only delayed scaling has state that must be updated before a forward.
@@ -240,40 +246,50 @@ def _convert(module: Any, config: Float8TrainingConfig, experts: Mapping[type, E
         to_fp8(module, Float8Experts, layout, config)
 
 
-def _wrap_weights(converted: Collection[Any], users: Mapping[int, list[tuple[nn.Module, str]]]) -> None:
-    """Wrap weights used only by FP8 modules; ties share one wrapper.
+def _weights_to_wrap(
+    converted: Collection[Any], users: Mapping[int, list[tuple[nn.Module, str]]]
+) -> list[list[tuple[Any, str]]]:
+    """Return the (module, name) pairs of each weight that only FP8 modules use.
 
     Args:
         converted: Modules whose class was changed.
         users: Modules that hold each parameter, with its name, by id of the parameter.
+
+    Raises:
+        Fp8Error: If layers share a weight and cast it differently.
     """
-    wrapped: dict[int, tuple[nn.Parameter, nn.Parameter, Any]] = {}
+    weights: dict[int, list[tuple[Any, str]]] = {}
     for module in converted:
-        if module.fp8_layout.projections:
-            continue
-        for name, matmul in module.fp8.items():
+        for name in () if module.fp8_layout.projections else module.fp8:
             weight = module._parameters[name]
             # A layer of another kind that uses the weight would compute with rounded values.
-            if not all(user in converted for user, _ in users[id(weight)]):
+            if all(user in converted for user, _ in users[id(weight)]):
+                weights.setdefault(id(weight), []).append((module, name))
+            else:
                 logger.info("FP8: a weight shared with other layers is gathered in high precision.")
-                continue
-            if id(weight) not in wrapped:
-                state = matmul.weight
-                data = map_local(weight.detach(), lambda local, state=state: ShardedFloat8Weight(local.detach(), state))
-                new = replaced_by(weight, data, "convert_to_float8_training")
-                wrapped[id(weight)] = weight, new, matmul
-            _, new, first = wrapped[id(weight)]
-            if first.config.weight != matmul.config.weight:
-                raise Fp8Error(
-                    f"Layers share a weight and cast it in different ways: {first.config.weight} and "
-                    f"{matmul.config.weight}. Convert both with one recipe."
-                )
-            # Not `setattr`, which runs the process-wide hooks on new parameters.
-            module._parameters[name] = new
-            matmul.weight = first.weight
-            if first.weight.delayed is not None and first is not matmul:
-                matmul.scales["weight"] = first.weight.delayed
-                setattr(module, scale_name(module, "weight", name), first.weight.delayed)
+    for layers in weights.values():
+        casts = [module.fp8[name].config.weight for module, name in layers]
+        if other := next((cast for cast in casts if cast != casts[0]), None):
+            raise Fp8Error(
+                f"Layers share a weight and cast it in different ways: {casts[0]} and {other}. Convert both with one "
+                "recipe."
+            )
+    return list(weights.values())
+
+
+def _wrap_weight(layers: list[tuple[Any, str]]) -> None:
+    """Wrap the weight that these layers hold; all share one wrapper."""
+    module, name = layers[0]
+    weight, state = module._parameters[name], module.fp8[name].weight
+    data = map_local(weight.detach(), lambda local: ShardedFloat8Weight(local.detach(), state))
+    new = replaced_by(weight, data, "convert_to_float8_training")
+    for place, (module, name) in enumerate(layers):
+        # Not `setattr`, which runs the process-wide hooks on new parameters.
+        module._parameters[name] = new
+        module.fp8[name].weight = state
+        if place and state.delayed is not None:
+            module.fp8[name].scales["weight"] = state.delayed
+            setattr(module, scale_name(module, "weight", name), state.delayed)
 
 
 def _log(model: nn.Module, converted: Collection[nn.Module], roles: Roles, left: Mapping[str, str]) -> None:
