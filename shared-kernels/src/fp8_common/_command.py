@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `fp8 doctor | head -1`: the reader has closed the pipe
         _discard_output()
         return READER_GONE
-    except Fp8Error as error:
+    except (Fp8Error, ModuleNotFoundError) as error:  # a missing extra is named with the command that installs it
         sys.stderr.write(f"{name}: {error}\n")
         return 2
     except OSError as error:

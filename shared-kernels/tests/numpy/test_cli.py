@@ -122,6 +122,16 @@ def test_doctor_as_json(run):
     assert facts["plugins"][0]["info"]["paths"][0]["why"] == "It can."
 
 
+def test_a_missing_module_is_one_sentence(run, tmp_path):
+    (tmp_path / "model.py").write_text(
+        "from fp8_common.plugin import extra\n\n"
+        "def factory():\n    with extra('fp8-common[torch]', 'fp8_common.torch'):\n        import no_such_module\n"
+    )
+    code, out, error = run("certify", f"{tmp_path}/model.py:factory")
+    sentence = "fp8_common.torch needs no_such_module, which is not installed. Run: pip install 'fp8-common[torch]'"
+    assert (code, out, error) == (2, "", f"fp8 certify: {sentence}\n")
+
+
 def test_version_and_help(run):
     assert run("--version")[:2] == (0, f"fp8-common {__version__}\n")
     code, out, _ = run("--help")
