@@ -249,7 +249,9 @@ def _convert(module: Any, config: Float8TrainingConfig, experts: Mapping[type, E
 def _weights_to_wrap(
     converted: Collection[Any], users: Mapping[int, list[tuple[nn.Module, str]]]
 ) -> list[list[tuple[Any, str]]]:
-    """Return the (module, name) pairs of each weight that only FP8 modules use.
+    """Return the holders, (module, name), of each weight to wrap.
+
+    Weights that other modules use, too, are left out.
 
     Args:
         converted: Modules whose class was changed.
