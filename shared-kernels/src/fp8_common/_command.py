@@ -34,13 +34,13 @@ from fp8_common._machine import (
     load_status,
     status_rows,
 )
-from fp8_common._text_table import aligned
 from fp8_common.errors import Fp8Error
 from fp8_common.hardware import GATHER, Device, PathStatus, cast_path, matmul_path, native_formats
 from fp8_common.monitoring.watch import watch
 from fp8_common.plugin import PluginReport, discover
 from fp8_common.recipe import GRANULARITIES
 from fp8_common.testing.certify import PROPERTIES, check, engines, explanations, from_file, rows, table
+from fp8_common.text_table import aligned
 
 READER_GONE = 128 + 13
 """Exit status that shells report for a program ended by SIGPIPE."""

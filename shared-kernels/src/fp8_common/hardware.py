@@ -23,6 +23,10 @@ GroupedProduct = Literal["rows", "over rows"]
 OCP = ("e4m3", "e5m2")
 FNUZ = ("e4m3fnuz", "e5m2fnuz")
 
+ALIGNMENT = 16
+"""Divides the addresses, in bytes, that vector instructions access, and the contracted and output dimensions of FP8
+matmuls.
+"""
 KERNEL_CAPABILITY = (8, 9)
 """First CUDA compute capability with FP8 conversion instructions, which the kernels use."""
 KERNEL_FORMATS = (E4M3, E5M2)

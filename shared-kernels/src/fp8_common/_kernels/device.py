@@ -7,9 +7,11 @@ distinguish zero, infinity and NaN, because floating point minima and maxima dro
 import triton
 import triton.language as tl
 
-INF_KEY = tl.constexpr(0x7F800000)
-KEY_MASK = tl.constexpr(0x7FFFFFFF)
-MANTISSA = tl.constexpr(0x007FFFFF)
+from fp8_common._reference import scaling
+
+INF_KEY = tl.constexpr(scaling.INF_KEY)
+KEY_MASK = tl.constexpr(scaling.KEY_MASK)
+MANTISSA = tl.constexpr(scaling.MANTISSA_MASK)
 NAN_BITS = tl.constexpr(0x7FC00000)
 # Bits of 2^-127, a float32 subnormal: the one E8M0 value whose exponent field is not its code.
 HALF_OF_SMALLEST_NORMAL = tl.constexpr(0x00400000)

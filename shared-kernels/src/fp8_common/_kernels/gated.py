@@ -24,7 +24,7 @@ from fp8_common._kernels.device import (
     to_fp8,
     widen_key,
 )
-from fp8_common._kernels.groups import PADDED, groups_of_rows, places_of_tile
+from fp8_common._kernels.groups import groups_of_rows, places_of_tile
 from fp8_common._kernels.launch import (
     Launch,
     Out,
@@ -40,6 +40,7 @@ from fp8_common._kernels.rows import LONGEST_ROW
 from fp8_common._reference import activations
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format
+from fp8_common.hardware import ALIGNMENT
 from fp8_common.policy import CANONICAL, ScalePolicy
 
 LOWEST = tl.constexpr(activations.LOWEST)
@@ -389,8 +390,8 @@ def gated_back_cast(
     Raises:
         Fp8Error: If 16 does not divide p.
     """
-    if p % PADDED:
-        raise Fp8Error(f"Rows are transposed in multiples of {PADDED}, got {p}. Use the reference.")
+    if p % ALIGNMENT:
+        raise Fp8Error(f"Rows are transposed in multiples of {ALIGNMENT}, got {p}. Use the reference.")
     inputs, sizes = _gradients(m, n, groups, dtype, apart=apart)
     return Launch(
         kernel=gated_back_cast_kernel,

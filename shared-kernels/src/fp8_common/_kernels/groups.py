@@ -31,10 +31,9 @@ from fp8_common._kernels.launch import (
 from fp8_common._kernels.rows import load_values
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format
+from fp8_common.hardware import ALIGNMENT
 from fp8_common.policy import CANONICAL, ScalePolicy
 
-PADDED = 16
-"""Divides the number of rows of each transposed group."""
 LONGEST_ROW = 8192
 """Rows up to this length stay in the registers of a program that casts columns too."""
 
@@ -307,10 +306,10 @@ def group_columns(
     Raises:
         Fp8Error: 16 does not divide p, or rows are longer than `LONGEST_ROW`.
     """
-    if p % PADDED or (rows and n > LONGEST_ROW):
+    if p % ALIGNMENT or (rows and n > LONGEST_ROW):
         raise Fp8Error(
-            f"Rows are transposed in multiples of {PADDED}, and cast with their columns up to {LONGEST_ROW} columns, "
-            f"got {p} and {n}. Use the reference."
+            f"Rows are transposed in multiples of {ALIGNMENT}, and cast with their columns up to a length of "
+            f"{LONGEST_ROW}, got {p} and {n}. Use the reference."
         )
     sizes, row = matrix_sizes(p, n), next_power_of_2(n)
     of_columns = {"t_ptr": codes((n, p), fmt), "scale_inv_ptr": Out((groups, n), "float32")}
@@ -343,8 +342,8 @@ def transpose_rows(p: int, n: int, *, index: bool = True) -> Launch:
     Raises:
         Fp8Error: 16 does not divide p.
     """
-    if p % PADDED:
-        raise Fp8Error(f"Rows are transposed in multiples of {PADDED}, got {p}. Use the reference.")
+    if p % ALIGNMENT:
+        raise Fp8Error(f"Rows are transposed in multiples of {ALIGNMENT}, got {p}. Use the reference.")
     sizes = matrix_sizes(p, n)
     return Launch(
         kernel=transpose_rows_kernel,

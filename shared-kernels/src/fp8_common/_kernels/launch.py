@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from fp8_common._reference.scaling import stable_zero_key
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format, get_data_format
-from fp8_common.hardware import KERNEL_FORMATS
+from fp8_common.hardware import ALIGNMENT, KERNEL_FORMATS
 from fp8_common.policy import CANONICAL, ScalePolicy
 
 INPUTS = ("float16", "bfloat16", "float32")
@@ -40,8 +40,6 @@ TYPES = {
 }
 """Triton's name of each dtype."""
 
-ALIGNMENT = 16
-"""Alignment of pointers in bytes. With it Triton accesses up to 16 bytes at once, without it one element."""
 OPTIONS = {"enable_fp_fusion": True}
 """Options of every compilation. Triton's default of this option warns in 3.9 and changes in 3.10."""
 

@@ -13,9 +13,8 @@ from fp8_common._kernels.device import multiple_of_16
 from fp8_common._kernels.launch import Launch, Out, kernel_format, matrix_sizes, plan, tile_count
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format
+from fp8_common.hardware import ALIGNMENT
 
-ALIGNED = 16
-"""Divisor of all sizes except the number of rows of `matmul_rows`."""
 PROGRAMS = 132
 """Number of programs: one per multiprocessor of an H100."""
 SIDE, DEPTH, STAGES = 128, 128, 4
@@ -191,8 +190,8 @@ def matmul_over_rows(
 
 
 def _sizes(first: int, second: int, *names: str) -> dict[str, int]:
-    if first % ALIGNED or second % ALIGNED:
-        raise Fp8Error(f"Sizes must be multiples of {ALIGNED}, got {first} and {second}. Use the reference.")
+    if first % ALIGNMENT or second % ALIGNMENT:
+        raise Fp8Error(f"Sizes must be multiples of {ALIGNMENT}, got {first} and {second}. Use the reference.")
     return dict(zip(names, matrix_sizes(first, second).values(), strict=True))
 
 

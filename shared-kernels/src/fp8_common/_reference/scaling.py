@@ -28,6 +28,8 @@ KEY_MASK = 0x7FFFFFFF
 """Mask of float32 bits without the sign."""
 INF_KEY = 0x7F800000
 """Key of infinity, and the exponent field of float32 bits; larger keys are NaN."""
+MANTISSA_MASK = 0x007FFFFF
+"""Mask of the mantissa in float32 bits."""
 MIN_NORMAL_KEY = 0x00800000
 """Key of 2^-126, the smallest normal float32; smaller keys are subnormal or zero."""
 

@@ -17,7 +17,6 @@ from fp8_common._reference.scaling import INF_KEY, KEY_MASK
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import E4M3, E5M2, E8M0, Format, get_data_format, get_format
 from fp8_common.jax.numerics import (
-    EXPONENT_MASK,
     NAN_KEY,
     as_float32,
     as_native,
@@ -185,7 +184,7 @@ def _magnitude_and_binade(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.
     limit = np.float32(fmt.max).view(np.int32)
     magnitude = lax.min(lax.bitwise_and(bits, np.int32(KEY_MASK)), limit)
     smallest = np.int32((fmt.min_exponent + 127) << 23)
-    return magnitude, lax.max(lax.bitwise_and(magnitude, np.int32(EXPONENT_MASK)), smallest)
+    return magnitude, lax.max(lax.bitwise_and(magnitude, np.int32(INF_KEY)), smallest)
 
 
 def _assemble(

@@ -11,13 +11,18 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from fp8_common._reference.scaling import INF_KEY, MIN_NORMAL_KEY, check_history, check_mode, stable_zero_key
+from fp8_common._reference.scaling import (
+    INF_KEY,
+    MANTISSA_MASK,
+    MIN_NORMAL_KEY,
+    check_history,
+    check_mode,
+    stable_zero_key,
+)
 from fp8_common.formats import E8M0, Format, get_data_format
 from fp8_common.jax._rounding import decode
 from fp8_common.jax.numerics import (
-    EXPONENT_MASK,
     HIDDEN_BIT,
-    MANTISSA_MASK,
     NAN_KEY,
     SIGN_MASK,
     as_float32,
@@ -148,7 +153,7 @@ def _at_least_eps(key: jax.Array, policy: ScalePolicy) -> jax.Array:
 
 def _limit(scale: jax.Array, policy: ScalePolicy) -> jax.Array:
     scale = lax.clamp(np.float32(policy.lower), scale, np.float32(policy.upper))
-    return from_bits(lax.bitwise_and(to_bits(scale), np.int32(EXPONENT_MASK))) if policy.power_of_2 else scale
+    return from_bits(lax.bitwise_and(to_bits(scale), np.int32(INF_KEY))) if policy.power_of_2 else scale
 
 
 def _replace_unusable(scale: jax.Array, key: jax.Array, policy: ScalePolicy, prev: jax.Array) -> jax.Array:

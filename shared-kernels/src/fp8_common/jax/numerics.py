@@ -18,7 +18,7 @@ from jax.core import ShapedArray
 from jax.sharding import get_abstract_mesh
 from jax.typing import ArrayLike
 
-from fp8_common._reference.scaling import INF_KEY, INPUT_DTYPES, KEY_MASK, MIN_NORMAL_KEY
+from fp8_common._reference.scaling import INF_KEY, INPUT_DTYPES, KEY_MASK, MANTISSA_MASK, MIN_NORMAL_KEY
 from fp8_common.errors import Fp8Error, Fp8UnsupportedError
 from fp8_common.formats import Format, get_format
 from fp8_common.jax.compat import PROBLEM
@@ -27,8 +27,6 @@ Tree = TypeVar("Tree")
 
 SIGN_MASK = -(2**31)
 """Sign of float32 bits, as an int32."""
-EXPONENT_MASK = 0x7F800000
-MANTISSA_MASK = 0x007FFFFF
 HIDDEN_BIT = 0x00800000
 NAN_KEY = 0x7FC00000
 """Bits of NaN. NaN results are selected as bits, so that `jax_debug_nans` does not stop at intermediate NaN."""

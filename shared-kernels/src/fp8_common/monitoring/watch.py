@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fp8_common._text_table import aligned
 from fp8_common.errors import Fp8Error
 from fp8_common.monitoring.limits import LEVELS, percent
 from fp8_common.monitoring.log import log_file, read_log
+from fp8_common.text_table import aligned
 
 COLOURS = {"ok": ("green", 32), "look": ("yellow", 33), "act": ("red", 31)}
 """Color of each level: its name for rich, and its ANSI code."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from fp8_common._reference.rounding import decode
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import FORMATS, Format, get_format
+from fp8_common.text_table import aligned
 
 SHOWN = 8
 """Maximum number of differing values in a failure's message."""
@@ -194,10 +195,7 @@ def _table(
         ulp = "NaN" if distance[index] == _NAN_DISTANCE else str(distance[index])
         origin = "-" if source is None else _show(source[index], None)
         rows.append((str(index), origin, _show(got[index], fmt), _show(want[index], fmt), ulp))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return aligned(rows, indent="  ")
 
 
 def _show(item: Any, fmt: Format | None) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8_common._reference import activations
-from fp8_common._reference.scaling import INF_KEY, KEY_MASK, check_history, stable_zero_key
+from fp8_common._reference.scaling import INF_KEY, KEY_MASK, MANTISSA_MASK, check_history, stable_zero_key
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import E8M0, FORMATS, Format, get_format
 from fp8_common.policy import ScalePolicy
@@ -29,7 +29,6 @@ FLOAT8_DTYPES = {getattr(torch, f.dtype_name): f for f in FORMATS.values()}
 _DTYPE_OF = {fmt.name: dtype for dtype, fmt in FLOAT8_DTYPES.items()}
 # By element size in bytes: integer dtype of the bits, and mask that clears the sign.
 _BITS = {2: (torch.int16, 0x7FFF), 4: (torch.int32, KEY_MASK)}
-_EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF
 
 
 # ---------------------------------------------------------------- dtypes
@@ -189,7 +188,7 @@ def scale_from_amax(
     scale = limited(scale, policy.lower, policy.upper)  # NaN is replaced below
     if policy.power_of_2:
         # Clearing the mantissa is an exact floor; exp2(floor(log2(scale))) rounds up just below powers of two.
-        scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
+        scale = (scale.view(torch.int32) & INF_KEY).view(torch.float32)
     # Expanded without a copy: the previous scale is often one number for many amax.
     fallback = torch.ones_like(scale) if prev is None else as_float32(prev, "prev").expand_as(scale)
     return _replace_unusable(scale, bits, policy, fallback)
@@ -235,7 +234,7 @@ def e8m0_from_amax(amax: torch.Tensor, fmt: Format, mode: str) -> torch.Tensor:
     bits = amax_bits(amax)
     if mode == "stable":
         bits, mode = _rounded_bits(bits, fmt), "rceil"
-    exponent, mantissa = bits >> 23, bits & _MANTISSA
+    exponent, mantissa = bits >> 23, bits & MANTISSA_MASK
     if mode == "rceil":
         # amax / max exceeds 2^(difference of the exponents) if and only if the mantissa of amax exceeds that of max.
         limit = (fmt.max_code & ((1 << fmt.mantissa_bits) - 1)) << (23 - fmt.mantissa_bits)

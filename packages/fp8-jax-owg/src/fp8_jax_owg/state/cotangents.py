@@ -44,7 +44,16 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
-from fp8_common.jax.numerics import SIGN_MASK, flipped, float_key, from_bits, to_bits, varying_axes
+from fp8_common.jax.numerics import (
+    INF_KEY,
+    MIN_NORMAL_KEY,
+    SIGN_MASK,
+    flipped,
+    float_key,
+    from_bits,
+    to_bits,
+    varying_axes,
+)
 from fp8_jax_owg.derivatives import REVERSE_MODE_ONLY, refuse_second_order
 from fp8_jax_owg.state.pairs import check_float32
 
@@ -69,7 +78,7 @@ COMPUTES_WITH_STATE = (
 FLOAT32 = np.dtype("float32")
 NOT_OBSERVED = np.float32(-np.inf)
 NOT_OBSERVED_BITS = int(NOT_OBSERVED.view(np.int32))
-INFINITY_KEY, SMALLEST_NORMAL_KEY = np.int32(0x7F800000), np.int32(0x00800000)
+INFINITY_KEY, SMALLEST_NORMAL_KEY = np.int32(INF_KEY), np.int32(MIN_NORMAL_KEY)
 
 
 # The functions from here on use `lax`, because `jnp` would trace a function for each operator, and each matmul of a

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fp8_common import E4M3
+from fp8_common.text_table import aligned
 from fp8_common.torch.compat import local_of
 from fp8_common.torch_layers.sharding.fsdp import shards
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight
@@ -143,8 +144,7 @@ class Float8Report:
             sizes = f"{w.wire_bytes:15,}", f"{w.saved_bytes:15,}"
             table.append((w.name, w.class_name, shape, fp8, w.wire, *sizes, w.gradient, w.why))
         table.append(("sum", "", "", "", "", f"{self.wire_bytes:15,}", f"{self.saved_bytes:15,}", "", ""))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        return "\n".join([self.headline, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)])
+        return "\n".join([self.headline, *aligned(table)])
 
 
 def float8_report(model: nn.Module, *, reference_dtype: torch.dtype = torch.bfloat16) -> Float8Report:

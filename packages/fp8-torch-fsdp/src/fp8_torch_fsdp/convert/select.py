@@ -9,6 +9,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
 from fp8_common import Fp8Error, Recipe, Rules
+from fp8_common.hardware import ALIGNMENT
 from fp8_common.recipe import get_recipe
 from fp8_common.rules import Rule, select_modules
 from fp8_torch_fsdp.config import Float8TrainingConfig
@@ -26,8 +27,6 @@ ROWS_REPAID = (335, 500)
 Estimated from the rates of an H100 (`fp8_common.advise.rows_that_repay`), not measured. Casts of activations are not
 included."""
 
-ALIGNMENT = 16
-"""Dimensions of matmuls on FP8 hardware are multiples of this; other sizes are padded or raise an error."""
 
 # Below these sizes, the casts cost more than the matmuls save. Estimated from operation counts, not measured: the casts
 # read M K + K N values, and the time that the matmul saves is proportional to M K N.

@@ -10,6 +10,7 @@ import torch
 
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format
+from fp8_common.hardware import ALIGNMENT
 from fp8_common.policy import ScalePolicy
 from fp8_common.torch import casts
 from fp8_common.torch._operators import operator
@@ -24,9 +25,6 @@ from fp8_common.torch.numerics import (
 
 BLOCK = 128
 """The rows that share scales in a matmul contracted over rows, with scales of blocks."""
-PADDED = 16
-"""Divides the rows of each group in a matmul contracted over rows, as the hardware requires of contracted dimensions.
-"""
 LONGEST_ROW = 8192
 """Columns up to which one launch casts rows and columns."""
 
@@ -85,7 +83,7 @@ class GroupOffsets:
     def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """int32 [count] starts and ends of groups, padded to 16 rows."""
         if self._padded is None:
-            sizes = (self.offsets.diff(prepend=self.offsets.new_zeros(1)) + (PADDED - 1)) & -PADDED
+            sizes = (self.offsets.diff(prepend=self.offsets.new_zeros(1)) + (ALIGNMENT - 1)) & -ALIGNMENT
             ends = sizes.cumsum(0, dtype=torch.int32)
             self._padded = (ends - sizes).int(), ends
         return self._padded
@@ -96,7 +94,7 @@ class GroupOffsets:
 
         Only the device knows the exact number.
         """
-        return -(-(self.rows + self.count * (PADDED - 1)) // PADDED) * PADDED
+        return -(-(self.rows + self.count * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
 
     @property
     def of_place(self) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from fp8_common.formats import Format
-from fp8_common.hardware import GROUPED_CAPABILITY, KERNEL_FORMATS, own_grouped
+from fp8_common.hardware import ALIGNMENT, GROUPED_CAPABILITY, KERNEL_FORMATS, own_grouped
 from fp8_common.torch._operators import operator
 from fp8_common.torch._triton import launch, launches, plans
 from fp8_common.torch.blocks import Block
@@ -28,13 +28,12 @@ from fp8_common.torch.decoding import values
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear.group_offsets import (
     BLOCK,
-    PADDED,
     GroupOffsets,
     check_offsets,
     transposed_rows,
     zero_rows,
 )
-from fp8_common.torch_layers.linear.matmul import ALIGNMENT, MatmulOptions, device_capability, matmul, rows_library
+from fp8_common.torch_layers.linear.matmul import MatmulOptions, device_capability, matmul, rows_library
 
 CAPABILITY_OF_BFLOAT16 = (8, 0)
 """The first compute capability for which torch has grouped matmuls of bfloat16."""
@@ -274,7 +273,7 @@ def is_turned(x: Quantized) -> bool:
 
     Its codes are then [columns, padded rows], and its scales [groups, columns, 1].
     """
-    return x.scale_inv.ndim == 3 and x.scale_inv.shape[1:] == (x.codes.shape[0], 1) and x.codes.shape[1] >= PADDED
+    return x.scale_inv.ndim == 3 and x.scale_inv.shape[1:] == (x.codes.shape[0], 1) and x.codes.shape[1] >= ALIGNMENT
 
 
 def _as_rows(x: Quantized, groups: GroupOffsets) -> Quantized:

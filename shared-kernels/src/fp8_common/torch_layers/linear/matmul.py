@@ -21,7 +21,14 @@ import torch.nn.functional as F
 
 from fp8_common._machine import parse_version
 from fp8_common.errors import Fp8Error, Fp8UnsupportedError
-from fp8_common.hardware import GroupedMatmuls, RowsLibrary, multiplies_blocks, multiplies_mx, multiplies_rows
+from fp8_common.hardware import (
+    ALIGNMENT,
+    GroupedMatmuls,
+    RowsLibrary,
+    multiplies_blocks,
+    multiplies_mx,
+    multiplies_rows,
+)
 from fp8_common.torch import casts, decoding
 from fp8_common.torch._operators import operator
 from fp8_common.torch.blocks import split_blocks
@@ -38,8 +45,6 @@ from fp8_common.torch_layers.linear.operand import BLOCK_1X128
 
 logger = logging.getLogger(__name__)
 
-ALIGNMENT = 16
-"""FP8 tensor cores require contracted and output dimensions that are multiples of this."""
 BLOCK_128X128 = (128, 128)
 # The stride between rows of 128x128 scales is their number in some versions of torch, and that number rounded up to a
 # multiple of 4 in others. Both agree if 4 divides the number, hence 512.

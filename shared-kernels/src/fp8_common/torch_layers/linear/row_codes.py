@@ -10,14 +10,13 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fp8_common.formats import FORMATS
+from fp8_common.hardware import ALIGNMENT
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch import decoding
 from fp8_common.torch.numerics import torch_dtype
 from fp8_common.torch_layers.linear.operand import quantize_operand
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight
 
-ALIGNMENT = 16
-"""The length of a row in a message is a multiple of this, in bytes."""
 SCALE_BYTES = 4
 """Bytes of the float32 scale of a row."""
 
