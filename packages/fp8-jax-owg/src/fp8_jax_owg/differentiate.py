@@ -100,7 +100,7 @@ def value_and_grad(
 def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """Return a function that computes the gradient of a loss.
 
-    Arguments, errors and the gradient as for `value_and_grad`.
+    Arguments, errors and the gradient are those of `value_and_grad`.
 
     Args:
         fun: Loss.

@@ -108,8 +108,9 @@ class PrimaryFloat8Linear(nn.Linear):
         """Register a parameter; quantize plain values that are assigned to "weight".
 
         The values are written into the FP8 weight, which stays the same object, so that optimizers still train it. If
-        they have another shape, dtype or device, they become a new FP8 weight. A parameter that a module registered
-        inside of `fp8_model_init` ties the layer to that module: the layer becomes a plain `nn.Linear` again.
+        they have another shape, dtype or device, they become a new FP8 weight. If another
+        module registered the parameter inside of `fp8_model_init`, the assignment ties the two weights, and the layer
+        becomes a plain `nn.Linear` again.
 
         Raises:
             Fp8Error: If the values have a dtype that cannot be quantized, or one of weight and values is distributed.

@@ -30,7 +30,7 @@ class Float8Log(contextlib.AbstractContextManager):
     The first step, and every step whose number is a multiple of `every`, is measured over all ranks and micro-batches;
     other steps cost nothing. The first rank then appends one JSON line to the file, which `fp8 watch` shows, and logs
     one line of text. A measured step runs without `torch.compile` and needs one or two more passes over each
-    operand. For experts, only gathered weights are measured.
+    operand. For experts and `Conv1D`, only gathered weights are measured.
 
     Args:
         model: Converted model, sharded or not.

@@ -305,9 +305,9 @@ def rowwise(
 ) -> Launch:
     """Plan the cast of x [m, n] with one scale per row.
 
-    With `fold`, columns are first multiplied by float32 `fold_ptr` [n]. With `groups`, `fold_ptr` is [groups, n], and
-    int32 `group_ptr` [m] has the group of each row of x. The outputs are codes and float32 scales [m]; with `inverse`
-    also the scales back from FP8.
+    With `fold`, element [m, n] is first multiplied by float32 `fold_ptr` [n]. With `groups`, `fold_ptr` is [groups, n],
+    and int32 `group_ptr` [m] has the group of each row of x. The outputs are codes and float32 scales [m]; with
+    `inverse` also the scales back from FP8.
     """
     # The sides of Triton's tiles are powers of two; elements after the row are masked.
     bn = max(16, next_power_of_2(n))
@@ -338,7 +338,7 @@ def rowwise(
 def amax_both(m: int, n: int, dtype: str, *, fold: bool = False) -> Launch:
     """Plan the int32 amax keys [m + n] of rows, then columns.
 
-    x is [m, n]. With `fold`, rows are multiplied by float32 `fold_ptr` [n] before their amax; columns are not.
+    x is [m, n]. With `fold`, the amax of rows is that of x[m, n] * fold[n], float32; the amax of columns is that of x.
     """
     return Launch(
         kernel=amax_both_kernel,
@@ -355,8 +355,9 @@ def amax_both(m: int, n: int, dtype: str, *, fold: bool = False) -> Launch:
 def cast_both(m: int, n: int, dtype: str, fmt: str | Format, *, fold: bool = False) -> Launch:
     """Plan casts of x [m, n] by rows and by columns.
 
-    Codes by columns are transposed. `scale_ptr` has the float32 scales [m + n] of rows, then columns. With `fold`, rows
-    are multiplied by float32 `fold_ptr` [n] first. m % 4 == 0. The outputs are codes [m, n] and [n, m].
+    Codes by columns are transposed. `scale_ptr` has the float32 scales [m + n] of rows, then columns. With `fold`, the
+    row cast is that of x[m, n] * fold[n], float32; the column cast is that of x. m % 4 == 0. The outputs are codes
+    [m, n] and [n, m].
     """
     return Launch(
         kernel=cast_both_kernel,

@@ -1,4 +1,4 @@
-"""`GradientCompression`: rounding of gradients for the exchange, and summation."""
+"""Gradients sent as FP8: rounding, byte layout of messages, summation."""
 
 import dataclasses
 from typing import Literal

@@ -96,7 +96,7 @@ def amax_to_scale(
     and the reciprocal is normal.
 
     Args:
-        amax: float32 of any shape, max |x|. The sign is ignored.
+        amax: max |x|, float16, bfloat16 or float32 of any shape. The sign is ignored.
         fmt: Format of the scaled values.
         policy: Rule for the scale; see `fp8_common.policy`.
         prev: Current scale, float32, broadcastable to `amax`. Depending on the policy, it is kept if amax is zero,
@@ -131,7 +131,7 @@ def amax_to_scale_inv(
     This is the reciprocal of `amax_to_scale` in float32.
 
     Args:
-        amax: float32 of any shape, max |x|. The sign is ignored.
+        amax: max |x|, float16, bfloat16 or float32 of any shape. The sign is ignored.
         fmt: Format of the scaled values.
         policy: Rule for the scale; see `fp8_common.policy`.
         prev: Current scale into FP8, float32, broadcastable to `amax`, as in `amax_to_scale`.
@@ -188,7 +188,7 @@ def amax_to_e8m0(amax: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> 
     """Return E8M0 codes, the biased exponents of scales back from FP8.
 
     Args:
-        amax: float32 of any shape, max |x| of each block.
+        amax: max |x| of each block, float16, bfloat16 or float32 of any shape.
         fmt: Format of the elements.
         mode: Rounding mode. "floor": exponent of amax minus `fmt.max_exponent`; values may saturate. "ceil": the same,
             with amax rounded up to a power of two. "even": the same, with amax rounded to the format's mantissa.

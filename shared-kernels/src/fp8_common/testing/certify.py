@@ -1,6 +1,7 @@
 """`certify`: tests bitwise properties of a model by perturbation.
 
-Frameworks convert a model to a `Subject`; this module uses NumPy only. A trace has the results of one run in order of
+Frameworks convert a model to a `Subject`; this module uses NumPy only. `rows`, `from_file`, `table` and `explanations`
+serve the command `fp8 certify`. A trace has the results of one run in order of
 computation: outputs of layers by name, then gradients as "NAME gradient". A result "no" has a counterexample, which is
 reduced to be small. "yes" means that no tested perturbation has shown a dependence.
 """

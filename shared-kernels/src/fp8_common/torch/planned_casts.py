@@ -1,7 +1,7 @@
 """Casts that are planned once for a shape.
 
-Layers keep them (`linear.plan`). They have one scale per tensor, row or block. A planned cast launches kernels, with
-dynamic or delayed scaling. Without kernels it runs operations of torch (`PlainCast`).
+Layers keep planned casts in a `LinearPlan`. A cast returns one scale per tensor, row or block, with dynamic or delayed
+scaling (`ScaleState`). It launches kernels if there are any, or runs operations of torch (`PlainCast`).
 """
 
 from collections.abc import Sequence
@@ -362,12 +362,12 @@ def has_both(x: torch.Tensor, *, stacks: bool = False) -> bool:
     return (x.ndim == 2 or (stacks and x.ndim == 3)) and x.is_contiguous() and x.numel() > 0 and x.shape[-2] % 4 == 0
 
 
-KeptCast = PlainCast | TensorwiseCast | RowsCast | TransposedRowsCast | BlocksCast
+PlannedCast = PlainCast | TensorwiseCast | RowsCast | TransposedRowsCast | BlocksCast
 
 
-def kept_cast(
+def plan_cast(
     x: torch.Tensor, shape: Sequence[int], cast: CastRecipe, *, fold: bool = False, same_codes: bool = False
-) -> KeptCast | None:
+) -> PlannedCast | None:
     """Plan a cast of contiguous matrices, or return None.
 
     Kernels cast both layouts; operations of torch cast one.

@@ -64,8 +64,8 @@ class Matmul(Bilinear):
     def with_transposes(self, lhs: jax.Array, rhs: Kernel) -> "Matmul":
         """Return the form whose matmuls contract the last dimensions, for GPUs.
 
-        It exists for `LS,SR->LR`, where L, S and R are groups of letters, if Triton kernels are selected and the kernel
-        is cast here. Arrays that the partitioner may shard keep the other form: in this one, the partitioner would
+        It exists for `LS,SR->LR`, where L, S and R are groups of letters, if Triton kernels are selected and rhs is
+        cast here. Arrays that the partitioner may shard keep the other form: in this one, the partitioner would
         gather both a kernel and its transpose.
         """
         letters, summed = self.contraction, self.contraction.summed

@@ -95,6 +95,6 @@ def grad(
 ) -> Callable[..., Any]:
     """Return a function that computes the gradient of a loss of models.
 
-    Arguments, errors and effects as for `value_and_grad`. With `has_aux` the function returns (gradient, aux).
+    Arguments, errors and effects are those of `value_and_grad`. With `has_aux` the function returns (gradient, aux).
     """
     return transforms.gradient_of(value_and_grad(fun, has_aux, argnums=argnums, wrt=wrt), has_aux)

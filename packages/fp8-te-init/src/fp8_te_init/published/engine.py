@@ -43,15 +43,15 @@ def stream_weights(
     """Yield this rank's rows of a model in the published layout.
 
     Nothing is gathered. The codes and scales are the model's own, and a `Receiver` checks by digests that the same
-    bytes were received. Engines may change them after loading: see the guide.
+    bytes were received. Engines may change them after loading; see the guide on published models.
 
     Args:
         model: Model that `load_published` has filled, whole or sharded. Adapters are not sent.
         like: Folder that was loaded; engines expect its names, dtypes and shapes.
-        bucket_bytes: Largest size of a bucket in bytes. A row is never divided, so that a longer row exceeds it.
+        bucket_bytes: Largest size of a bucket in bytes. A row is never divided; a longer row gets a larger bucket.
         power_of_2_scales: Whether to requantize blocks with float scales to powers of two, as vLLM does for DeepGEMM
-            after loading. An engine that receives these values does not change them; an engine that receives
-            the others has these afterwards. The model is not changed. Collective: all ranks iterate.
+            after loading. The engine ends with these values whether it receives them or converts the
+            others itself. The model is not changed. Collective: all ranks iterate.
         rename: See `convert_published`.
 
     Yields:

@@ -1,4 +1,6 @@
-"""`Float8AllGather`: an FSDP2 all-gather that sends matrices as MX codes.
+"""`Float8AllGather`: FSDP2's communication object that sends matrices as MX codes.
+
+`FSDPModule.set_custom_all_gather` installs it for layers of other kinds; their parameters stay plain tensors.
 
 A matrix is sent as E4M3 codes with one E8M0 byte per 32 consecutive values of a row, where a row contains all
 dimensions after the first. It is decoded to the dtype that FSDP2 gathers. Each rank computes scales from its shard and

@@ -67,7 +67,7 @@ def convert_to_float8_training(
         gathered in FP8 become new parameters with the gradient, hooks and attributes of the old ones.
 
     Raises:
-        Fp8Error: If arguments are unknown or contradict each other, `config` is of another library, nothing can be
+        Fp8Error: If arguments are unknown or contradict each other, `config` is from another library, nothing can be
             converted, a layer is already sharded, the weight of a selected layer is parametrized or was replaced in
             another module by an earlier call, experts do not match their layout, or Accelerate runs with
             `mixed_precision="fp8"`.

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error
 from fp8_common.torch.compat import version_of
-from fp8_common.torch.planned_casts import KeptCast, kept_cast
+from fp8_common.torch.planned_casts import PlannedCast, plan_cast
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear.config import LinearConfig
 from fp8_common.torch_layers.linear.function import Gather, LinearSpec, fp8_linear
-from fp8_common.torch_layers.linear.plan import Decided
+from fp8_common.torch_layers.linear.plan import PlanCache
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight, quantized
 from fp8_common.torch_layers.sharding.scale_grid import ScaleGrid
 from fp8_torch_fsdp.all_gather.fsdp1 import raise_if_fsdp1
@@ -109,7 +109,7 @@ class WeightMatmul:
         self.config, self.layout, self.scales = config, layout, scales
         self.rows_per_expert: float | None = None
         self.parts: Mapping[str, Any] = {}
-        self.planned_casts: Decided[KeptCast | None] = Decided()
+        self.planned_casts: PlanCache[PlannedCast | None] = PlanCache()
         # The output features of a transposed weight are columns, and planned casts scale rows.
         self.can_plan = not (layout.transposed and config.weight.granularity == "rowwise")
         # A static scale is shared by all experts.
@@ -136,7 +136,9 @@ class WeightMatmul:
         return copied
 
     def watch(self, watcher: Callable[[str, torch.Tensor, Quantized], None] | None) -> None:
-        """Call `watcher` for each cast of an operand, for `Float8Monitor`.
+        """Call `watcher` for each cast of an input or output gradient.
+
+        Rows in groups, and inputs that are codes already, are not watched. `Float8Monitor` uses it.
 
         Args:
             watcher: Function of the operand's name, its values [rows, columns] and the result of the cast. None removes
@@ -195,11 +197,11 @@ class WeightMatmul:
             held_codes = self.weight.held_codes = key, self._quantized(plain, record, True), plain
         return held_codes[1]
 
-    def _planned_cast_of(self, plain: torch.Tensor) -> KeptCast | None:
+    def _planned_cast_of(self, plain: torch.Tensor) -> PlannedCast | None:
         """Return the planned cast of a weight to both layouts, or None."""
         key = plain.shape, plain.dtype, plain.device, type(plain)
         if key not in self.planned_casts:
-            self.planned_casts.keep(key, kept_cast(plain, plain.shape, self.config.weight, same_codes=True))
+            self.planned_casts.keep(key, plan_cast(plain, plain.shape, self.config.weight, same_codes=True))
         return self.planned_casts[key]
 
 
@@ -412,5 +414,7 @@ def _check(module: nn.Module, layout: WeightLayout, config: LinearConfig) -> Non
             f"{name} {'missing' if shape is None else list(shape)}" for name, shape in shapes.items()
         )
         number = {3: "three", 4: "four"}.get(dimensions)
-        expected = f"[experts, ...] of {number} dimensions for the same experts" if number else "of two dimensions"
+        expected = (
+            f"[experts, ...] with {number} dimensions and equal numbers of experts" if number else "of two dimensions"
+        )
         raise Fp8Error(f"{name} cannot be converted: its layout names weights {expected}, got {shapes_given}.")

@@ -1,4 +1,4 @@
-"""Invalidate stale scales on the device, without a host sync."""
+"""NaN for results of stale scales, without a host sync."""
 
 import torch
 
@@ -27,7 +27,7 @@ def nan_if_stale(scale: torch.Tensor, stale: torch.Tensor, message: str) -> torc
 
 
 def poison_codes_if_stale(codes: torch.Tensor, stale: torch.Tensor, fmt: Format) -> None:
-    """Write NaN to the first row of codes with a stale scale.
+    """Write NaN to the first row of codes if stale.
 
     Other ranks gather these codes and decode them with their own scale, which is not NaN.
 

@@ -1,7 +1,8 @@
 """Process-wide hooks before and after optimizer steps.
 
-They are registered with the first model that needs them. The hooks keep no state between calls, so closures, nested
-steps, other optimizers, threads and exceptions do not affect them.
+After a step, the models that it trained are notified that their scales are stale. Before a step, errors are raised for
+steps that would not train a weight, or would go unnoticed. The first model that needs the hooks registers them. They
+keep no state between calls, so closures, nested steps, other optimizers, threads and exceptions do not affect them.
 """
 
 import weakref

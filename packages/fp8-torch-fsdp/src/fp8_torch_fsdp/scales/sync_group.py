@@ -22,7 +22,7 @@ class SyncGroup:
         ranks: Process group of the ranks; None for this rank alone.
         weights: Weights that the ranks gather in FP8.
         scales: Delayed scales.
-        needs_roll: Whether the windows roll at the next synchronization: an optimizer step ended since the last one.
+        needs_roll: Whether the amax histories roll at the next synchronization: an optimizer step ended since the last.
     """
 
     ranks: dist.ProcessGroup | None

@@ -129,7 +129,7 @@ class LinearConfig:
     def _check_rows(self) -> None:
         least = self.min_rows_per_expert
         if isinstance(least, bool) or not isinstance(least, int) or least < 0:
-            raise Fp8Error(f"min_rows_per_expert must be an integer from 0 on, got {least!r}.")
+            raise Fp8Error(f"min_rows_per_expert must be a non-negative integer, got {least!r}.")
         delayed = [name for name in ("input", "grad_output") if getattr(self.recipe, name).scaling == "delayed"]
         if least and delayed:
             raise Fp8Error(
@@ -198,7 +198,7 @@ class LinearConfig:
 
 def _row_codes_obstacle(recipe: Recipe) -> str:
     if not (recipe.input_for_grad_weight or recipe.input).enabled:
-        return "it computes the gradient of the weight in high precision, of values that codes no longer have"
+        return "it computes the gradient of the weight in high precision, from exact values, which codes do not hold"
     for name in OPERANDS:
         cast = getattr(recipe, name)
         if cast is None:

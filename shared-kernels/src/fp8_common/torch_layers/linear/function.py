@@ -17,17 +17,23 @@ from torch.autograd.function import once_differentiable
 from fp8_common.errors import Fp8Error, Fp8UnsupportedError
 from fp8_common.torch.casts import MX_BLOCK
 from fp8_common.torch.compat import in_function_transform
-from fp8_common.torch.planned_casts import KeptCast, RowsCast, ScaleState
+from fp8_common.torch.planned_casts import PlannedCast, RowsCast, ScaleState
 from fp8_common.torch.quantized import Quantized, transpose
 from fp8_common.torch_layers.linear.config import LinearConfig
 from fp8_common.torch_layers.linear.grouped import RowGroups
 from fp8_common.torch_layers.linear.grouped_high_precision import has_few_rows, wide_experts
 from fp8_common.torch_layers.linear.matmul import MatmulOptions
 from fp8_common.torch_layers.linear.operand import quantize_operand
-from fp8_common.torch_layers.linear.plan import Decided, LinearPlan, decide
+from fp8_common.torch_layers.linear.plan import LinearPlan, PlanCache, decide
 from fp8_common.torch_layers.linear.row_codes import RowCodes, decoded_rows
 from fp8_common.torch_layers.linear.ungrouped import ROWS, UngroupedRows
-from fp8_common.torch_layers.sharding.gathered import GatheredWeight, apart, recall, remember, together
+from fp8_common.torch_layers.sharding.gathered import (
+    GatheredWeight,
+    restore_operand,
+    restore_weight,
+    save_operand,
+    save_weight,
+)
 
 
 class Gather(Protocol):
@@ -84,7 +90,7 @@ class LinearSpec:
     grad_scale: ScaleState | None = None
     gather: Gather | None = None
     watch: Callable[[str, torch.Tensor, Quantized], None] | None = None
-    plans: Decided[LinearPlan] = dataclasses.field(default_factory=Decided, init=False, repr=False)
+    plans: PlanCache[LinearPlan] = dataclasses.field(default_factory=PlanCache, init=False, repr=False)
 
 
 def fp8_linear(
@@ -101,8 +107,8 @@ def fp8_linear(
     Args:
         x: [..., in_features], float32, bfloat16 or float16; under autocast it is converted first. Rows in groups may be
             `RowCodes`, which are multiplied directly.
-        weight: [out_features, in_features], in any state that `spec.weight_operand` takes, or a part that
-            `spec.gather` gathers.
+        weight: [out_features, in_features], or transposed if `spec.transposed`, in any state that
+            `spec.weight_operand` takes, or a part that `spec.gather` gathers.
         spec: The layer.
         offsets: int32 or int64 [experts], where the rows of each expert end: x is then [rows, in_features], sorted by
             expert, and the weight a stack of matrices. Rows after the last offset give zeros, and their gradients are
@@ -216,10 +222,10 @@ class _Linear(torch.autograd.Function):
             w_operand = gather.finish(started, record)
         w_operand = rows.checked(w_operand) if rows.grouped else w_operand
         saved = saved_input(config, matrix, x_operand, rows) if needs_weight else None
-        kept, ctx.weight = remember(weight, w_operand, needed=needs_x, keep=keep_codes, compiled=plan.compiled)
+        kept, ctx.weight = save_weight(weight, w_operand, needed=needs_x, keep=keep_codes, compiled=plan.compiled)
         # Tensors go through autograd, which detects writes to them and supports checkpoints and offloading; everything
         # else stays on the context.
-        saved_tensors, ctx.saved = apart(saved)
+        saved_tensors, ctx.saved = save_operand(saved)
         ctx.save_for_backward(offsets, *kept, *saved_tensors, *sent)
         ctx.plan, ctx.spec, ctx.record, ctx.shape = plan, spec, record, x.shape
         ctx.dtype, ctx.weight_dtype = x.dtype, weight.dtype
@@ -233,8 +239,8 @@ class _Linear(torch.autograd.Function):
         config, gather, plan = spec.config, spec.gather, ctx.plan
         # once: checkpoints allow a single read
         offsets, mark, weight, weight_inv, saved, saved_inv, *sent = ctx.saved_tensors
-        weight = recall(ctx.weight, (mark, weight, weight_inv), spec.name)
-        saved = together(saved, saved_inv, ctx.saved)
+        weight = restore_weight(ctx.weight, (mark, weight, weight_inv), spec.name)
+        saved = restore_operand(saved, saved_inv, ctx.saved)
         if isinstance(grad, RowCodes):  # decoded once for both casts: one folds scales of the weight, one is of columns
             grad = decoded_rows(grad)
         matrix = grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1])
@@ -283,7 +289,7 @@ def _quantize(
     name: str,
     x: torch.Tensor,
     spec: LinearSpec,
-    decided: KeptCast | None,
+    decided: PlannedCast | None,
     *,
     record: bool,
     both: bool,
@@ -307,7 +313,7 @@ def _quantize_folded(
     grad: torch.Tensor,
     weight_inv: torch.Tensor,
     spec: LinearSpec,
-    decided: KeptCast | None,
+    decided: PlannedCast | None,
     *,
     both: bool,
 ) -> Quantized:
@@ -340,7 +346,7 @@ def saved_input(
 
 def transposed_weight(config: LinearConfig, weight: Quantized) -> Quantized:
     """Return the weight's operand for the gradient of the input."""
-    if config.weight.granularity == "mx":  # blocks are along the contracted dimension, and only one plane was gathered
+    if config.weight.granularity == "mx":  # only codes with blocks along in_features were gathered
         return quantize_operand(transpose(weight.dequantize()), config.weight)
     return weight.t()
 

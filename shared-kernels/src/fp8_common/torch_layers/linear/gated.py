@@ -26,7 +26,7 @@ from fp8_common.torch_layers.linear.group_offsets import segment_amax, segment_q
 from fp8_common.torch_layers.linear.grouped import RowGroups
 from fp8_common.torch_layers.linear.grouped_high_precision import has_few_rows
 from fp8_common.torch_layers.linear.row_codes import RowCodes, decoded_rows
-from fp8_common.torch_layers.sharding.gathered import apart, recall, remember, together
+from fp8_common.torch_layers.sharding.gathered import restore_operand, restore_weight, save_operand, save_weight
 
 LONGEST_ROW = 16384
 """Hidden features up to which a row stays in the registers of one program."""
@@ -132,7 +132,7 @@ class _GatedMlp(torch.autograd.Function):
         matrices, kept, memory = [], [], []
         for weight, spec, wanted, keep in zip(weights, specs, needed, keep_codes, strict=True):
             matrix = rows.checked(spec.weight_operand(weight, record, wanted and keep and not plan.compiled))
-            tensors, known = remember(weight, matrix, needed=wanted, keep=keep, compiled=plan.compiled)
+            tensors, known = save_weight(weight, matrix, needed=wanted, keep=keep, compiled=plan.compiled)
             matrices.append(matrix)
             memory.append(known)
             kept += tensors
@@ -142,7 +142,7 @@ class _GatedMlp(torch.autograd.Function):
         cast = config.input
         codes, scale_inv = gated_rows(gate, up, cast.fp8_format, cast.policy)
         activation = Quantized(codes, scale_inv[:, None], cast.fp8_format)
-        saved, form = apart(saved_input(config, x, x_operand, rows) if needs_weights else None)
+        saved, form = save_operand(saved_input(config, x, x_operand, rows) if needs_weights else None)
         ctx.save_for_backward(offsets, gate, up, *saved, *kept, *weights)
         ctx.specs, ctx.memory, ctx.saved, ctx.compiled = specs, tuple(memory), form, plan.compiled
         ctx.plan, ctx.dtype = plan, x.dtype
@@ -159,7 +159,7 @@ class _GatedMlp(torch.autograd.Function):
         rows = RowGroups(offsets, grad.shape[0])
         matrices = []
         for i, (spec, memory) in enumerate(zip(specs, ctx.memory, strict=True)):
-            matrix = recall(memory, others[3 * i : 3 * i + 3], spec.name)
+            matrix = restore_weight(memory, others[3 * i : 3 * i + 3], spec.name)
             matrix = spec.weight_operand(weights[i], False, not ctx.compiled) if matrix is None else matrix
             matrices.append(matrix if memory.turned else transposed_weight(config, matrix))
         *ups, down = matrices
@@ -186,7 +186,7 @@ class _GatedMlp(torch.autograd.Function):
             grad_x = products[0] if len(products) == 1 else products[0] + products[1]
         if not needs_weights:
             return grad_x, None, None, None, None, *(None for _ in specs)
-        x = together(saved, saved_inv, ctx.saved)
+        x = restore_operand(saved, saved_inv, ctx.saved)
         x = x if isinstance(x, Quantized) else rows.quantize_over_rows(x, config.grad_weight_casts[1])
         gradients = zip(
             turned[: 2 * n].chunk(len(ups)), of_columns.view(len(ups), count, 2 * n // len(ups), 1), strict=True

@@ -15,7 +15,7 @@ from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear.grouped import RowGroups
 from fp8_common.torch_layers.linear.grouped_matmul import multiply_rows_wide
 from fp8_common.torch_layers.linear.row_codes import RowCodes, decoded_rows
-from fp8_common.torch_layers.sharding.gathered import recall, remember
+from fp8_common.torch_layers.sharding.gathered import restore_weight, save_weight
 
 
 def has_few_rows(x: torch.Tensor, weight: torch.Tensor, least: int) -> bool:
@@ -47,7 +47,7 @@ class _WideExperts(torch.autograd.Function):
         rows = RowGroups(offsets, x.shape[0])
         # Save the weight and not its values: FSDP2 frees the gathered tensor, and gathers it again for the backward.
         compiled = torch.compiler.is_compiling()
-        (mark, *_), ctx.memory = remember(weight, None, needed=True, keep=False, compiled=compiled)
+        (mark, *_), ctx.memory = save_weight(weight, None, needed=True, keep=False, compiled=compiled)
         ctx.save_for_backward(x, weight, offsets, mark)
         ctx.spec, ctx.weight_dtype = spec, weight.dtype
         return multiply_rows_wide(x, _decoded(spec, weight, x.dtype, rows, record=record).mT, rows)
@@ -56,7 +56,7 @@ class _WideExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, offsets, mark = ctx.saved_tensors
-        recall(ctx.memory, (mark, None, None), ctx.spec.name)
+        restore_weight(ctx.memory, (mark, None, None), ctx.spec.name)
         grad = decoded_rows(grad) if isinstance(grad, RowCodes) else grad
         rows, spec = RowGroups(offsets, x.shape[0]), ctx.spec
         needs_x, needs_weight, *_ = ctx.needs_input_grad

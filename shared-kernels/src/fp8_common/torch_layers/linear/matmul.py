@@ -164,7 +164,7 @@ def matmul(a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
         [M, N] in `options.out_dtype`.
 
     Raises:
-        Fp8Error: If the hardware requires other sizes, and `options` do not allow to pad these.
+        Fp8Error: If the hardware requires other sizes, and `options` do not allow padding to them.
     """
     if a.block or b.block:
         native = not options.emulate and applies_blocks(a, b, options.out_dtype)
@@ -318,7 +318,7 @@ def _aligned(
 def applies_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> bool:
     """Return whether the device multiplies `a` and `b` with block scales.
 
-    `a` is [M, K], and `b` [N, K]. Their sizes must be supported by every version of `scaled_mm` with block scales.
+    `a` is [M, K], and `b` [N, K]. False if a version of `scaled_mm` with block scales does not support their sizes.
     """
     (m, k), n = a.codes.shape, b.codes.shape[0]
     multiple = _MULTIPLE_OF_PAIR.get((a.block, b.block))  # pyrefly: ignore[bad-argument-type]

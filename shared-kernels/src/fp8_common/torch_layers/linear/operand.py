@@ -1,4 +1,4 @@
-"""Quantize activations and gradients to matmul operands."""
+"""Casts of tensors to operands of matmuls, `Quantized`."""
 
 import torch
 import torch.distributed as dist

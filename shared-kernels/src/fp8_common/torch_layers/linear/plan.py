@@ -6,14 +6,14 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from fp8_common.recipe import CastRecipe
-from fp8_common.torch.planned_casts import KeptCast, kept_cast
+from fp8_common.torch.planned_casts import PlannedCast, plan_cast
 from fp8_common.torch_layers.linear.config import LinearConfig
 from fp8_common.torch_layers.linear.matmul import MatmulOptions, decoded_dtype, rows_library, should_emulate
 
 Value = TypeVar("Value")
 
 
-class Decided(dict[Hashable, Value], Generic[Value]):
+class PlanCache(dict[Hashable, Value], Generic[Value]):
     """Cache of decisions; copies and pickles begin empty.
 
     A decision reads `FP8_COMMON_BACKEND` once: later changes of the variable do not affect cached decisions.
@@ -43,8 +43,8 @@ class LinearPlan(NamedTuple):
         compiled: Whether a compiler traces the layer. Such plans are not cached.
     """
 
-    input: KeptCast | None
-    grad_output: KeptCast | None
+    input: PlannedCast | None
+    grad_output: PlannedCast | None
     output: MatmulOptions
     grad_input: MatmulOptions
     grad_weight: MatmulOptions
@@ -75,8 +75,8 @@ def decide(
     """
     rows = x.numel() // max(x.shape[-1], 1)
 
-    def planned(cast: CastRecipe, sharing: str | None, columns: int, *, fold: bool = False) -> KeptCast | None:
-        return kept_cast(x, (rows, columns), cast, fold=fold) if casts_rows and sharing else None
+    def planned(cast: CastRecipe, sharing: str | None, columns: int, *, fold: bool = False) -> PlannedCast | None:
+        return plan_cast(x, (rows, columns), cast, fold=fold) if casts_rows and sharing else None
 
     shared = config.shared
     return LinearPlan(

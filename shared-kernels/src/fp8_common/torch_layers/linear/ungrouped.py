@@ -65,7 +65,7 @@ class UngroupedRows:
         return weight
 
     def matmul(self, a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
-        """Multiply rows [rows, K] by a transposed weight [N, K]."""
+        """Return a @ b.T; `a` is [rows, K], the weight `b` [N, K]."""
         return matmul(a, b, options)
 
     def matmul_over_rows(self, a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:

@@ -239,7 +239,7 @@ class WeightMemory(NamedTuple):
     number: int
 
 
-def remember(
+def save_weight(
     weight: torch.Tensor, operand: Quantized | None, *, needed: bool, keep: bool, compiled: bool
 ) -> tuple[tuple[torch.Tensor | None, ...], WeightMemory]:
     """Return a weight's tensors and metadata to save for the backward.
@@ -259,17 +259,17 @@ def remember(
     turned = None if saved is None else saved.transposed  # The backward contracts the transposed codes.
     # Compiled code cannot compare numbers; it relies on the hooks of FSDP2, which restore the codes of this forward.
     origin = getattr(weight, "origin", None) if needed and not compiled else None
-    tensors, form = apart(saved if turned is None else turned)
+    tensors, form = save_operand(saved if turned is None else turned)
     memory = WeightMemory(turned is not None, form, origin, 0 if origin is None else origin.number)
     return (None if origin is None else origin.mark, *tensors), memory
 
 
-def recall(memory: WeightMemory, tensors: Sequence[torch.Tensor | None], name: str) -> Quantized | None:
-    """Return the codes that `remember` saved for the backward, or None.
+def restore_weight(memory: WeightMemory, tensors: Sequence[torch.Tensor | None], name: str) -> Quantized | None:
+    """Return the codes that `save_weight` saved for the backward, or None.
 
     Args:
-        memory: Metadata that `remember` returned.
-        tensors: The three tensors that `remember` returned.
+        memory: Metadata that `save_weight` returned.
+        tensors: The three tensors that `save_weight` returned.
         name: Name of the layer in the error.
 
     Raises:
@@ -303,7 +303,7 @@ def check_codes(memory: WeightMemory, repeated: int, name: str) -> None:
     )
 
 
-def apart(saved: torch.Tensor | Quantized | None) -> tuple[tuple[torch.Tensor | None, ...], tuple | None]:
+def save_operand(saved: torch.Tensor | Quantized | None) -> tuple[tuple[torch.Tensor | None, ...], tuple | None]:
     """Split an operand into two tensors, codes and scales, and its metadata.
 
     A plain tensor, or None, is returned as the first of the two, without metadata.
@@ -313,6 +313,8 @@ def apart(saved: torch.Tensor | Quantized | None) -> tuple[tuple[torch.Tensor | 
     return (saved, None), None
 
 
-def together(saved: torch.Tensor, scale_inv: torch.Tensor | None, form: tuple | None) -> torch.Tensor | Quantized:
-    """Join the results of `apart` to the operand or plain tensor."""
+def restore_operand(
+    saved: torch.Tensor, scale_inv: torch.Tensor | None, form: tuple | None
+) -> torch.Tensor | Quantized:
+    """Join the results of `save_operand` to the operand or plain tensor."""
     return saved if scale_inv is None else Quantized(saved, scale_inv, *(form or ()))

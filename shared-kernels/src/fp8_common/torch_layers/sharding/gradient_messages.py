@@ -33,7 +33,7 @@ def pack_gradients(
         values: Gradients to quantize, [n, c], any floating-point dtype and strides.
         wide: Gradients to send in high precision, [n, w], any floating-point dtype. They are copied unchanged.
         fmt: FP8 format of the codes.
-        random: Key and offset of the random bits for stochastic rounding; None rounds to nearest.
+        random: Seed and first counter of the random bits for stochastic rounding; None rounds to nearest.
 
     Returns:
         uint8 [n, bytes]: codes, scales and gradients in high precision.
