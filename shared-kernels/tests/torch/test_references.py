@@ -11,7 +11,11 @@ from kernel_inputs import kernel_tests
 
 globals().update(kernel_tests("test_gradient_kernels.py"))
 globals().update(kernel_tests("test_foreach_kernels.py", "test_a_new_output_needs_no_new_table"))
-globals().update(kernel_tests("test_group_kernels.py", "test_columns_of_groups_are_cast_and_turned_in_one_launch"))
+ONE_LAUNCH = (
+    "test_columns_of_groups_are_cast_and_turned_in_one_launch",
+    "test_rows_and_columns_of_groups_are_cast_in_one_launch",
+)
+globals().update(kernel_tests("test_group_kernels.py", *ONE_LAUNCH))
 
 
 @pytest.fixture(autouse=True)

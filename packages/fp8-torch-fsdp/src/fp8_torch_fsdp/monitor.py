@@ -104,7 +104,11 @@ class Float8Monitor(contextlib.AbstractContextManager):
         matmul, weight = self._layers[layer].fp8["weight"], self._layers[layer].weight
         plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight
         # only weights that are neither gathered nor distributed
-        if name == "input" and type(plain) in (torch.Tensor, nn.Parameter) and not (matmul.parts or matmul.spec.gather):
+        if (
+            name == "input"
+            and type(plain) in (torch.Tensor, nn.Parameter)
+            and not (matmul.cast_options or matmul.spec.gather)
+        ):
             self._add(layer, "weight", plain.detach(), matmul.weight_operand(plain.detach(), False, False))
 
     def _add(self, layer: str, name: str, x: torch.Tensor, operand: Quantized) -> None:

@@ -44,6 +44,7 @@ class Float8Linear(Float8Module, nn.Linear):
         Raises:
             Fp8Error: If the last dimension is not `in_features`, or the weight is distributed and not gathered.
         """
+        # calls `fp8_matmul`, between the communication of tensor parallelism if there is any
         return self.fp8_strategy.forward(self, input)
 
     def extra_repr(self) -> str:

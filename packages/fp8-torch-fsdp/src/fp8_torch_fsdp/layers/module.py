@@ -32,7 +32,7 @@ from fp8_torch_fsdp.layers.rebind_forward import rebind
 from fp8_torch_fsdp.scales.delayed import DelayedScale
 from fp8_torch_fsdp.scales.weight import Fp8Weight
 
-OPERANDS = ("input", "weight", "grad_output")
+SCALED_OPERANDS = ("input", "weight", "grad_output")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class ParallelStrategy:
     """Gather of the whole weight for each matmul; None if the weight is whole already."""
 
     # read-only, because all modules share it
-    parts: Mapping[str, Any] = MappingProxyType({})
+    cast_options: Mapping[str, Any] = MappingProxyType({})
     """Options of `Fp8Weight.whole` for a weight whose other parts are on other ranks."""
 
     def forward(self, layer: Any, input: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ class WeightMatmul:
         layout: Layout of the weight.
         scales: Delayed scales by name of the operand.
         weight: State of the weight; layers that share a weight share its state.
-        parts: Options of `Fp8Weight.whole` for a weight whose other parts are on other ranks.
+        cast_options: Options of `Fp8Weight.whole` for a weight whose other parts are on other ranks.
         planned_casts: Casts of the weight to both layouts, by shape, dtype and device.
         can_plan: Whether planned casts support the layout of the weight.
         spec: Static inputs of `fp8_linear`.
@@ -108,7 +108,7 @@ class WeightMatmul:
     def __init__(self, config: LinearConfig, layout: WeightLayout, scales: dict[str, DelayedScale], owner: str) -> None:
         self.config, self.layout, self.scales = config, layout, scales
         self.rows_per_expert: float | None = None
-        self.parts: Mapping[str, Any] = {}
+        self.cast_options: Mapping[str, Any] = {}
         self.planned_casts: PlanCache[PlannedCast | None] = PlanCache()
         # The output features of a transposed weight are columns, and planned casts scale rows.
         self.can_plan = not (layout.transposed and config.weight.granularity == "rowwise")
@@ -131,7 +131,10 @@ class WeightMatmul:
         scales = {name: copy.deepcopy(scale, memo) for name, scale in self.scales.items()}
         copied = WeightMatmul(self.config, self.layout, scales, self.spec.name)
         copied.weight = copy.deepcopy(self.weight, memo)
-        copied.parts, copied._unwatched = self.parts, dataclasses.replace(copied.spec, gather=self.spec.gather)
+        copied.cast_options, copied._unwatched = (
+            self.cast_options,
+            dataclasses.replace(copied.spec, gather=self.spec.gather),
+        )
         copied.watch(None)
         return copied
 
@@ -149,7 +152,7 @@ class WeightMatmul:
 
     def set_strategy(self, strategy: "ParallelStrategy") -> None:
         """Use the gather and the parts of `strategy`."""
-        self.parts = strategy.parts
+        self.cast_options = strategy.cast_options
         self._unwatched = dataclasses.replace(self._unwatched, gather=strategy.gather)
         self.watch(self.spec.watch)
 
@@ -178,10 +181,10 @@ class WeightMatmul:
         return operand.t() if self.layout.transposed else operand
 
     def _quantized(self, plain: torch.Tensor, record: bool, both: bool) -> Quantized:
-        planned = self._planned_cast_of(plain) if both and self.can_plan and not self.parts else None
+        planned = self._planned_cast_of(plain) if both and self.can_plan and not self.cast_options else None
         if planned is not None and plain.is_contiguous():
             return planned(plain, self.scales.get("weight"), record)
-        return self.weight.whole(plain, record=record, both=both, **self.parts)
+        return self.weight.whole(plain, record=record, both=both, **self.cast_options)
 
     def _held_operand(self, weight: torch.Tensor, plain: torch.Tensor, record: bool) -> Quantized:
         """Return the held codes of a weight that is declared unchanged.
@@ -328,7 +331,7 @@ def to_fp8(module: Any, cls: type[Float8Module], layout: WeightLayout, config: F
     for name in layout.weights:
         weight = module._parameters[name]
         scales = {}
-        for operand in OPERANDS:
+        for operand in SCALED_OPERANDS:
             state = _delayed(getattr(config, operand), config, operand, weight, stacked=layout.stacked)
             # None if the operand has no delayed scaling
             setattr(module, scale_name(module, operand, name), state)
@@ -343,7 +346,7 @@ def to_original(module: Any) -> None:
     """Undo `to_fp8`; the weights do not change."""
     after = type(module)
     for name in module.fp8:
-        for operand in OPERANDS:
+        for operand in SCALED_OPERANDS:
             delattr(module, scale_name(module, operand, name))
     for name in _ADDED:
         delattr(module, name)

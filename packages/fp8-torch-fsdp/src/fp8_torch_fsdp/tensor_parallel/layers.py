@@ -55,7 +55,7 @@ class Colwise(TensorParallel):
     """Shards weights by rows; multiplies whole inputs; outputs are columns."""
 
     @property
-    def parts(self) -> dict[str, Any]:
+    def cast_options(self) -> dict[str, Any]:
         """Options of `Fp8Weight.whole`: each rank holds whole rows."""
         return {"group": self.group, "splits_rows": False}
 
@@ -72,7 +72,7 @@ class Rowwise(TensorParallel):
     """Shards weights and inputs by columns; outputs are partial sums."""
 
     @property
-    def parts(self) -> dict[str, Any]:
+    def cast_options(self) -> dict[str, Any]:
         """Options of `Fp8Weight.whole`: each rank holds a part of every row."""
         return {"group": self.group, "splits_rows": True}
 

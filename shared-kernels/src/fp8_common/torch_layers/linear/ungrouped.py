@@ -8,7 +8,7 @@ import torch
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch.planned_casts import ScaleState
 from fp8_common.torch.quantized import Quantized
-from fp8_common.torch_layers.linear.matmul import MatmulOptions, matmul
+from fp8_common.torch_layers.linear.matmul import matmul
 from fp8_common.torch_layers.linear.operand import quantize_folded, quantize_operand
 from fp8_common.torch_layers.sharding.gathered import GatheredWeight, quantized
 
@@ -64,13 +64,11 @@ class UngroupedRows:
         """Return the weight unchanged; `RowGroups` invalidates it for wrong offsets."""
         return weight
 
-    def matmul(self, a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
-        """Return a @ b.T; `a` is [rows, K], the weight `b` [N, K]."""
-        return matmul(a, b, options)
-
-    def matmul_over_rows(self, a: Quantized, b: Quantized, options: MatmulOptions) -> torch.Tensor:
-        """Return the matmul [N, K] of two results of `quantize_over_rows`."""
-        return matmul(a, b, options)
+    # `matmul.matmul` itself, because a method that calls it would be three more calls for each layer and step
+    matmul = staticmethod(matmul)
+    """Returns a @ b.T of `a` [rows, K], from `quantize`, and `b` [N, K]."""
+    matmul_over_rows = matmul
+    """Returns a @ b.T, [N, K], of two results of `quantize_over_rows`, [N, rows] and [K, rows]."""
 
     def matmul_wide(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Multiply a.T [N, rows] by b [rows, K] in high precision."""
