@@ -83,4 +83,4 @@ def test_every_function_and_class_of_the_package_has_an_example():
 def test_examples_in_docstrings_are_marked():
     for name in WITH_EXAMPLE:
         doc = inspect.getdoc(getattr(fp8_torch_fsdp, name))
-        assert "\nExample:\n    >>> " in doc, name
+        assert "\nExamples:\n    >>> " in doc, name

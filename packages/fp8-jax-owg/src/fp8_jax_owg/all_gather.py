@@ -104,7 +104,7 @@ def fp8_all_gather(
             the scaling is row-wise, or scaling and history do not match.
         Fp8UnsupportedError: If `x` is sharded over an explicit mesh axis, or JAX requests a second derivative.
 
-    Example:
+    Examples:
         >>> import jax
         >>> import jax.numpy as jnp
         >>> import fp8_jax_owg as owg

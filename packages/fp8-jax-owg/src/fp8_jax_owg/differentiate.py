@@ -58,7 +58,7 @@ def value_and_grad(
         Fp8Error: If an overwritten leaf is not float32, the loss computes with state, flax's own FP8 layers read state,
             or shared state enters a `while_loop` or a `custom_jvp` function.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import fp8_jax_owg as owg
         >>> def loss(variables, x):  # one layer that is called twice
@@ -110,7 +110,7 @@ def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: boo
     Returns:
         A function with the arguments of `fun` that returns the gradient, or (gradient, aux) with `has_aux`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import fp8_jax_owg as owg
         >>> def loss(variables, x):

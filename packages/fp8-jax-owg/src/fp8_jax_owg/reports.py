@@ -85,7 +85,7 @@ def report(variables: Any, previous: Any = None) -> OwgReport:
     Returns:
         One entry per tensor, in the order of the tree.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import fp8_jax_owg as owg
         >>> state = {"dense": {"input_scale": jnp.full(1, 2 / 448), "input_amax_history": jnp.ones(4)}}

@@ -95,7 +95,7 @@ class DelayedScaling(Scaling):
     Raises:
         Fp8Error: If a field has an unsupported value.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import fp8_jax_owg as owg
         >>> scaling = owg.DelayedScaling(amax_history_length=16, amax_compute_algo="most_recent")
@@ -139,7 +139,7 @@ class CurrentScaling(Scaling):
     Raises:
         Fp8Error: If a field has an unsupported value.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import fp8_jax_owg as owg
         >>> scaling = owg.CurrentScaling(granularity="row", power_of_2=True)

@@ -45,7 +45,7 @@ def accumulate(accumulator: Any, gradients: Any) -> Any:
     Returns:
         The next accumulator, a tree like `gradients`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import fp8_jax_owg as owg
         >>> def loss(variables, x):
@@ -71,7 +71,7 @@ def pmean(gradients: Any, axis_name: str | tuple[str, ...]) -> Any:
         Fp8Error: If the gradient of a parameter is equal along an axis already, because JAX has summed it: under
             `shard_map` with `check_vma=True`.
 
-    Example:
+    Examples:
         >>> import jax
         >>> import jax.numpy as jnp
         >>> import fp8_jax_owg as owg
@@ -98,7 +98,7 @@ def psum(gradients: Any, axis_name: str | tuple[str, ...]) -> Any:
     Raises:
         Fp8Error: As in `pmean`.
 
-    Example:
+    Examples:
         >>> import jax
         >>> import jax.numpy as jnp
         >>> import fp8_jax_owg as owg
@@ -181,7 +181,7 @@ def apply_updates(variables: Any, updates: Any) -> Any:
     Returns:
         The next variables, in the dtypes of `variables`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import fp8_jax_owg as owg
         >>> def loss(variables, x):

@@ -30,7 +30,7 @@ class OwgLog:
     Raises:
         Fp8Error: If `every` is less than 1.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import jax.numpy as jnp
         >>> import fp8_jax_owg as owg

@@ -102,7 +102,7 @@ def fp8_model_init(
             recipe.
         Fp8UnsupportedError: If `backend="te"`, and TransformerEngine or its recipe is not available.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fp8_te_init import fp8_model_init
         >>> with fp8_model_init(preserve_high_precision_init_val=True):
@@ -168,7 +168,7 @@ def convert_linear(
         Fp8Error: If an argument is unknown, the model is sharded, a weight has a dtype that cannot be quantized, or no
             layer is left to convert.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fp8_te_init import convert_linear
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))

@@ -6,7 +6,7 @@ from fp8_common import Fp8Error, Fp8StaleError
 class StaleInitError(Fp8StaleError):
     """Preserved unrounded values do not quantize to the codes of their weight.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fp8_te_init import fp8_model_init
         >>> with fp8_model_init(preserve_high_precision_init_val=True):
@@ -21,7 +21,7 @@ class StaleInitError(Fp8StaleError):
 class MissingInitError(Fp8Error):
     """Unrounded values for a master, or the master itself, are missing.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fp8_te_init import MasterOptimizer, fp8_model_init, seed_masters
         >>> with fp8_model_init():  # preserves no values

@@ -47,7 +47,7 @@ class PrimaryFloat8Linear(nn.Linear):
         spec: Static inputs of the layer's matmuls.
         weight_options: Options of `WeightState.empty` for a weight that is assigned as values.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fp8_te_init import PrimaryFloat8Linear, fp8_model_init
         >>> with fp8_model_init():

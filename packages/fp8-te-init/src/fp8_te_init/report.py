@@ -60,7 +60,7 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None) -> Memor
         model: Any module.
         optimizer: Optimizer of the model, a `MasterOptimizer` or any other one.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fp8_te_init import convert_linear, memory_report
         >>> report = memory_report(convert_linear(torch.nn.Linear(64, 64)))
@@ -111,7 +111,7 @@ def export_fp32_state_dict(
         The state dict by name, without FP8 scales. Its tensors share no memory with the model. Entries of tied
         parameters share memory with each other.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fp8_te_init import convert_linear, export_fp32_state_dict
         >>> model = convert_linear(torch.nn.Linear(64, 64))

@@ -54,7 +54,7 @@ def compress_communication(
             error.
         Fp8UnsupportedError: If one `fully_shard` call uses several meshes.
 
-    Example:
+    Examples:
         >>> import torch.distributed as dist
         >>> from torch.distributed.fsdp import fully_shard
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

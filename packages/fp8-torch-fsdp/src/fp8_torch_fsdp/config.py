@@ -21,7 +21,7 @@ class DelayedScalingConfig:
     Raises:
         Fp8Error: If `history_len` is less than 1, or `initial` is unknown.
 
-    Example:
+    Examples:
         >>> delayed = DelayedScalingConfig(history_len=32, scale_fn="most_recent")
         >>> config = Float8TrainingConfig(recipe="tensorwise_delayed", delayed=delayed)
         >>> config.weight.policy.history
@@ -76,7 +76,7 @@ class Float8TrainingConfig(LinearConfig):
     Raises:
         Fp8Error: If an option is unknown, or options contradict each other.
 
-    Example:
+    Examples:
         >>> config = Float8TrainingConfig(recipe="rowwise", gemms=GemmConfig(fast_accum_output=False))
         >>> config.weight.granularity
         'rowwise'

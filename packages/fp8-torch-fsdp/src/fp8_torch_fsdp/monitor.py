@@ -37,7 +37,7 @@ class Float8Monitor(contextlib.AbstractContextManager):
     Args:
         model: Converted model, or a part of it.
 
-    Example:
+    Examples:
         >>> model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)))
         >>> with Float8Monitor(model) as monitor:
         ...     output = model(torch.ones(8, 64))

@@ -43,7 +43,7 @@ class Float8Log(contextlib.AbstractContextManager):
     Raises:
         Fp8Error: If the model has no FP8 layers, or `every` is less than 1.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

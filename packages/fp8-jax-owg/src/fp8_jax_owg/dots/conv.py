@@ -102,7 +102,7 @@ def fp8_conv_general_dilated(
         Fp8Error: If a dtype is not supported, the scaling is row-wise, or `meta` and `scaling` do not match.
         Fp8UnsupportedError: If JAX requests a forward-mode or second derivative.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import fp8_jax_owg as owg
         >>> images, kernel = jnp.ones((1, 1, 5, 5)), jnp.ones((2, 1, 3, 3))  # [N, C, H, W], [O, I, H, W]

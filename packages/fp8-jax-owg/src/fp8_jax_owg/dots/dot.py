@@ -151,7 +151,7 @@ def fp8_dot_general(
         Fp8UnsupportedError: If JAX requests a forward-mode or second derivative, or if the scaling is row-wise and an
             operand is sharded over an explicit mesh axis.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import fp8_jax_owg as owg
         >>> x, kernel = jnp.ones((4, 16)), 2 * jnp.ones((16, 8))
@@ -199,7 +199,7 @@ def fp8_einsum(
             or takes the diagonal of a gathered kernel, or as in `fp8_dot_general`.
         Fp8UnsupportedError: As in `fp8_dot_general`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import fp8_jax_owg as owg
         >>> x, kernel = jnp.ones((2, 4, 16)), 2 * jnp.ones((16, 8))

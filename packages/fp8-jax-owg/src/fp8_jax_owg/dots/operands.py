@@ -35,7 +35,7 @@ class Fp8Param(NamedTuple):
         gradient: Shape and dtype of the parameter. Its values are never read: its cotangent is the gradient of the
             parameter, which cannot have the dtype of FP8 codes.
 
-    Example:
+    Examples:
         >>> import jax
         >>> import jax.numpy as jnp
         >>> import fp8_jax_owg as owg

@@ -75,7 +75,7 @@ def fp8_ragged_dot(
         Fp8UnsupportedError: If JAX requests a forward-mode or second derivative, or `lhs` or `rhs` is sharded over an
             explicit mesh axis.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import fp8_jax_owg as owg
         >>> experts = jnp.stack([jnp.ones((16, 8)), 2 * jnp.ones((16, 8))])

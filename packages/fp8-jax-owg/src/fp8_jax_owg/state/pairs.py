@@ -56,7 +56,7 @@ def init_meta(scaling: ScalingChoice | None = None, tensors: tuple[TensorName, .
     Raises:
         Fp8Error: If the scaling has no state.
 
-    Example:
+    Examples:
         >>> import fp8_jax_owg as owg
         >>> meta = owg.init_meta(owg.DelayedScaling(amax_history_length=16))
         >>> {name: leaf.shape for name, leaf in meta.items() if name.startswith("input")}

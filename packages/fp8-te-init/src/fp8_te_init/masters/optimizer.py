@@ -59,7 +59,7 @@ class MasterOptimizer(Optimizer):
         Fp8Error: If `optimizer_cls` is not an optimizer class, or `params` is missing.
         StaleInitError: If the unrounded values of a weight do not belong to its codes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fp8_te_init import MasterOptimizer, fp8_model_init
         >>> with fp8_model_init(preserve_high_precision_init_val=True):

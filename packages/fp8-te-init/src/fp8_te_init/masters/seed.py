@@ -78,7 +78,7 @@ def seed_masters(
             optimizers hold none of the FP8 weights.
         StaleInitError: If the unrounded values of a weight do not belong to its codes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fp8_te_init import MasterOptimizer, fp8_model_init, seed_masters
         >>> with fp8_model_init(preserve_high_precision_init_val=True):
@@ -140,7 +140,7 @@ def rescale_(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
     Raises:
         StaleInitError: If the unrounded values of a weight do not belong to its codes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fp8_te_init import convert_linear, rescale_
         >>> model = convert_linear(torch.nn.Linear(64, 64), recipe="tensorwise_delayed")

@@ -34,7 +34,7 @@ class PublishedOptimizer:
     Attributes:
         inner: The optimizer of the masters and of the other parameters.
 
-    Example:
+    Examples:
         optimizer = PublishedOptimizer(torch.optim.AdamW, model, lr=1e-5)
 
     Raises:

@@ -31,7 +31,7 @@ def broadcast_weights_(model: nn.Module, group: dist.ProcessGroup | None = None,
         Fp8Error: If there is no process group, the weights differ in shape or cast, or a rank has masters of other
             weights than those on `root`. All ranks raise before anything is written.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import torch.distributed as dist
         >>> from fp8_te_init import broadcast_weights_, convert_linear

@@ -82,7 +82,7 @@ def quantize_master_weights(
         Fp8Error: If the lists have different lengths, a weight is not a whole FP8 weight, or slices overlap, leave gaps
             or do not fit. All ranks raise before anything is written.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fp8_te_init import fp8_model_init, quantize_master_weights
         >>> with fp8_model_init(preserve_high_precision_init_val=True):

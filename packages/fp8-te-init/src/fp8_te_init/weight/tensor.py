@@ -65,7 +65,7 @@ class PrimaryFloat8Weight(torch.Tensor):
         codes: uint8 view of `state.codes`.
         state: State of the storage, shared by all aliases.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fp8_te_init import PrimaryFloat8Weight, fp8_model_init
         >>> with fp8_model_init():

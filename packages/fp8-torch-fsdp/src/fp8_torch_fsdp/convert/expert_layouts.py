@@ -31,7 +31,7 @@ class ExpertLayout(WeightLayout):
             flattens them to [experts, projections * out_features, in_features] and passes them to `module.fp8_matmul`.
             FSDP2 gathers them in high precision.
 
-    Example:
+    Examples:
         >>> class Experts(nn.Module):
         ...     def __init__(self):
         ...         super().__init__()

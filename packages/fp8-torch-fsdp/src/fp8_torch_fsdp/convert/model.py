@@ -72,7 +72,7 @@ def convert_to_float8_training(
             another module by an earlier call, experts do not match their layout, or Accelerate runs with
             `mixed_precision="fp8"`.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
         >>> model = convert_to_float8_training(model, recipe="rowwise")
         >>> model[0]
@@ -132,7 +132,7 @@ def unconvert(model: nn.Module) -> nn.Module:
     Raises:
         Fp8Error: If the model is sharded, or a weight was replaced in another module by an earlier call.
 
-    Example:
+    Examples:
         >>> model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)))
         >>> model = unconvert(model)
         >>> model[0]

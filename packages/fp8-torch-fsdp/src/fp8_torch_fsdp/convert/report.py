@@ -162,7 +162,7 @@ def float8_report(model: nn.Module, *, reference_dtype: torch.dtype = torch.bflo
         does. Output heads are linear layers that share the weight of an embedding, are the only ones with as many
         outputs as the largest embedding has rows, or have the name of a head.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
         >>> report = float8_report(convert_to_float8_training(model))
         >>> [(weight.name, weight.fp8, weight.why) for weight in report.weights][:2]

@@ -149,7 +149,7 @@ def auto_filter_for_recipe(
     Raises:
         Fp8Error: If the recipe is unknown, `filter_fqns` is a single string, or `rows_per_expert` is negative.
 
-    Example:
+    Examples:
         >>> keep = auto_filter_for_recipe("tensorwise", ["lm_head"])
         >>> large, small = nn.Linear(4096, 4096, device="meta"), nn.Linear(64, 64, device="meta")
         >>> keep(large, "mlp.up"), keep(small, "mlp.gate"), keep(large, "lm_head")

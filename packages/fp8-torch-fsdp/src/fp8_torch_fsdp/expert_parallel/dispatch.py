@@ -102,7 +102,7 @@ def dispatch_tokens(
         Fp8Error: If the experts are not in FP8, or their recipe does not support rows as codes. On all ranks, if `x` or
             `chosen` is invalid on one of them.
 
-    Example:
+    Examples:
         >>> class Mixture(nn.Module):
         ...     def __init__(self, router, experts, group):
         ...         super().__init__()

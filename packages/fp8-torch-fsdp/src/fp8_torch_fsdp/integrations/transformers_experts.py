@@ -38,7 +38,7 @@ def register_fp8_dispatch(name: str = "fp8", *, recipe: str | Recipe | Mapping[s
     Raises:
         Fp8Error: If the recipe does not support rows as codes.
 
-    Example:
+    Examples:
         >>> register_fp8_dispatch()
         >>> config = DistributedConfig(ep_size=2, fsdp_size=4, ep_implementation="fp8")
         >>> model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)

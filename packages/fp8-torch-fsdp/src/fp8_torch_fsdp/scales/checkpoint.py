@@ -20,7 +20,7 @@ class DelayedState:
     Args:
         model: Converted model. Without delayed scaling its state is empty.
 
-    Example:
+    Examples:
         >>> model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)), recipe="tensorwise_delayed")
         >>> model(torch.full((8, 64), 2.0)).sum().backward()
         >>> state = DelayedState(model).state_dict()

@@ -385,7 +385,7 @@ def synchronize_scales(model: nn.Module, *, group: dist.ProcessGroup | None = No
         group: Ranks that combine their observations, for models that are replicated without DDP. Sharded models, and
             models that were called through `DistributedDataParallel`, use their own ranks.
 
-    Example:
+    Examples:
         >>> model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)), recipe="tensorwise_delayed")
         >>> model[0](torch.full((8, 64), 2.0)).sum().backward()  # a part, called without its root
         >>> synchronize_scales(model)

@@ -33,7 +33,7 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
         Fp8Error: If an optimizer of these weights steps in the context.
         Fp8StaleError: If a sharded weight was modified in the context; raised by the next forward.
 
-    Example:
+    Examples:
         >>> model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> with weights_unchanged(model):

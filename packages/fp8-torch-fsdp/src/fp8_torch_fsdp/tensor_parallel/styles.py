@@ -87,7 +87,7 @@ class Float8ColwiseParallel(_Float8Parallel):
     Raises:
         Fp8Error: When applied to another module than a `Float8Linear`, or after `fully_shard`.
 
-    Example:
+    Examples:
         >>> import torch.distributed as dist
         >>> from torch.distributed.device_mesh import init_device_mesh
         >>> from torch.distributed.tensor.parallel import parallelize_module
@@ -118,7 +118,7 @@ class Float8RowwiseParallel(_Float8Parallel):
     Raises:
         Fp8Error: When applied to another module than a `Float8Linear`, or after `fully_shard`.
 
-    Example:
+    Examples:
         >>> import torch.distributed as dist
         >>> from torch.distributed.device_mesh import init_device_mesh
         >>> from torch.distributed.tensor.parallel import parallelize_module
@@ -147,7 +147,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     Raises:
         Fp8Error: When applied to a module without a `Float8Linear`, or whose layers cast their inputs differently.
 
-    Example:
+    Examples:
         >>> import torch.distributed as dist
         >>> from torch.distributed.device_mesh import init_device_mesh
         >>> from torch.distributed.tensor import Replicate, Shard

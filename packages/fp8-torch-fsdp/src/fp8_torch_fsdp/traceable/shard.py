@@ -42,7 +42,7 @@ def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -
             contains an `nn.MultiheadAttention`, which does not call its output projection, or the mesh has more than
             two dimensions. All ranks have the same model and raise the same error.
 
-    Example:
+    Examples:
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)))

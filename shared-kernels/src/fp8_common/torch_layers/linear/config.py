@@ -94,7 +94,7 @@ class LinearConfig:
     Raises:
         Fp8Error: If an option is invalid, or the recipe is unknown or not supported by these layers.
 
-    Example:
+    Examples:
         >>> from fp8_common.torch_layers.linear.config import LinearConfig
         >>> config = LinearConfig(recipe="rowwise", emulate=True)
         >>> config.weight.granularity
