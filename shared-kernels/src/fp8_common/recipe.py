@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fp8_common._reference.quantize import MX_BLOCK
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import FORMATS, Format, get_data_format
 from fp8_common.policy import CANONICAL, POWER_OF_2, SCALE_MIN, Record, ScalePolicy
@@ -23,6 +24,15 @@ Product = Literal["output", "grad_input", "grad_weight"]
 SCALINGS: tuple[Scaling, ...] = typing.get_args(Scaling)
 GRANULARITIES: tuple[Granularity, ...] = typing.get_args(Granularity)
 PRODUCTS: tuple[Product, ...] = typing.get_args(Product)
+
+BLOCKS: Mapping[str, tuple[int, int] | None] = {
+    "tensorwise": None,
+    "rowwise": (1, 0),
+    "blockwise_1x128": (1, 128),
+    "blockwise_128x128": (128, 128),
+    "mx": MX_BLOCK,
+}
+"""Rows and columns that share a scale, by granularity: None is the whole tensor, and 0 the whole axis."""
 
 # Two operands can be multiplied if their granularities are in the same family: scales that are constant along the
 # contracted dimension, float32 scales for 128 of its values, or MX scales for 32.

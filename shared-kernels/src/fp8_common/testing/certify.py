@@ -23,7 +23,7 @@ from fp8_common._reference.scaling import amax, amax_to_scale
 from fp8_common.errors import Fp8Error
 from fp8_common.plugin import discover
 from fp8_common.presets import mx, te_current, te_delayed
-from fp8_common.recipe import CastRecipe, Recipe
+from fp8_common.recipe import BLOCKS, CastRecipe, Recipe
 
 Property = Literal[
     "causal",
@@ -155,7 +155,7 @@ def cast_of(recipe: CastRecipe) -> Cast:
 
     Its results are the values, scales and codes of a matrix [rows, columns].
     """
-    block = {"mx": (1, 32), "blockwise_1x128": (1, 128), "blockwise_128x128": (128, 128)}.get(recipe.granularity)
+    block = None if recipe.granularity == "rowwise" else BLOCKS[recipe.granularity]
 
     def cast(x: NDArray[Any]) -> Sequence[NDArray[Any]]:
         exact = x.astype(np.float32)

@@ -19,7 +19,7 @@ from fp8_common.torch._triton import dense, fuses, launch, launches, matrix_of, 
 from fp8_common.torch.blocks import Block, amax_by, broadcasts, expand_blocks, scale_shape
 from fp8_common.torch.numerics import amax_of, as_float32, divide, torch_dtype
 from fp8_common.torch.planned_casts import (
-    BLOCKS,
+    FLOAT_BLOCKS,
     BlocksCast,
     PlainCast,
     RowsCast,
@@ -238,7 +238,7 @@ def quantize_dynamic(
             # transposed codes byte by byte.
             codes, transposed, _, scale_inv = rows_and_columns(x, fold, fmt, policy)
             return of_both(fmt, codes, transposed, *scale_inv[:, None].split(x.shape))
-        if block is not None and block in BLOCKS.values() and has_both(x):
+        if block is not None and block in FLOAT_BLOCKS and has_both(x):
             return of_blocks(fmt, block, *blocks_both(x, fmt, policy, block[0] != 1))
     # For groups, compiled code would write the folded float32 values to memory; it would repeat the scales of blocks.
     cast: Any = _dynamic if fuses(x) and broadcasts(block) and groups is None else dynamic
@@ -301,7 +301,7 @@ def _has_kernel(x: torch.Tensor, fold: object, groups: object, fmt: object, poli
         return True
     if block == (1, 0):
         return x.numel() > 0 and (fold is not None or x.is_contiguous())
-    return block in BLOCKS.values() and _readable(x) and (block[0] == 1 or x.ndim == 2)
+    return block in FLOAT_BLOCKS and _readable(x) and (block[0] == 1 or x.ndim == 2)
 
 
 def _by_kernels(

@@ -11,17 +11,15 @@ import torch
 
 from fp8_common.formats import Format
 from fp8_common.policy import ScalePolicy
-from fp8_common.recipe import CastRecipe
+from fp8_common.recipe import BLOCKS, CastRecipe
 from fp8_common.torch import _triton, numerics, rounding
 from fp8_common.torch._triton import dense, name_of, plans, takes
 from fp8_common.torch.blocks import Block, amax_by, broadcasts, split_blocks
 from fp8_common.torch.numerics import torch_dtype
 from fp8_common.torch.quantized import Quantized
 
-BLOCKS = {"blockwise_1x128": (1, 128), "blockwise_128x128": (128, 128)}
-"""Block size of each granularity that `BlocksCast` supports."""
-ALL_BLOCKS: dict[str, Block] = {"tensorwise": None, "rowwise": (1, 0), **BLOCKS}
-"""Block size of each granularity that a planned cast supports."""
+FLOAT_BLOCKS = BLOCKS["blockwise_1x128"], BLOCKS["blockwise_128x128"]
+"""Blocks with float32 scales, which `BlocksCast` supports."""
 
 
 class ScaleState(Protocol):
@@ -388,7 +386,7 @@ def plan_cast(
     if len(shape) != 2 and not turned:
         return None
     if not takes(x, fmt, policy):
-        return None if delayed or same_codes else PlainCast(shape, fmt, policy, ALL_BLOCKS[granularity])
+        return None if delayed or same_codes else PlainCast(shape, fmt, policy, BLOCKS[granularity])
     if granularity == "tensorwise":
         return TensorwiseCast(shape, x.dtype, fmt, policy, with_scale=False)
     if shape[-2] % 4:
@@ -397,7 +395,8 @@ def plan_cast(
         return TransposedRowsCast(shape, x.dtype, fmt, policy)
     if granularity == "rowwise":
         return RowsCast(shape, x.dtype, fmt, policy, fold=fold)
-    return BlocksCast(shape, x.dtype, fmt, policy, BLOCKS[granularity])
+    block = BLOCKS[granularity]
+    return BlocksCast(shape, x.dtype, fmt, policy, block)  # pyrefly: ignore[bad-argument-type]  one of `FLOAT_BLOCKS`
 
 
 def quantize_delayed(

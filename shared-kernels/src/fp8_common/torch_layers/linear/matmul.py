@@ -29,6 +29,7 @@ from fp8_common.hardware import (
     multiplies_mx,
     multiplies_rows,
 )
+from fp8_common.recipe import BLOCKS
 from fp8_common.torch import casts, decoding
 from fp8_common.torch._operators import operator
 from fp8_common.torch.blocks import split_blocks
@@ -41,11 +42,10 @@ from fp8_common.torch.compat import (
 )
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear.group_offsets import transposed_rows
-from fp8_common.torch_layers.linear.operand import BLOCK_1X128
 
 logger = logging.getLogger(__name__)
 
-BLOCK_128X128 = (128, 128)
+BLOCK_1X128, BLOCK_128X128 = BLOCKS["blockwise_1x128"], BLOCKS["blockwise_128x128"]
 # The stride between rows of 128x128 scales is their number in some versions of torch, and that number rounded up to a
 # multiple of 4 in others. Both agree if 4 divides the number, hence 512.
 _MULTIPLE_OF_PAIR = {

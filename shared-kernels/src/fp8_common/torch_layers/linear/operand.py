@@ -4,15 +4,13 @@ import torch
 import torch.distributed as dist
 
 from fp8_common.formats import FORMATS, Format
-from fp8_common.recipe import CastRecipe
+from fp8_common.recipe import BLOCKS, CastRecipe
 from fp8_common.torch import casts
 from fp8_common.torch.delayed import cast_delayed
 from fp8_common.torch.numerics import amax_bits, amax_of
 from fp8_common.torch.planned_casts import ScaleState, quantize_delayed
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.sharding.agreement import max_over_ranks
-
-BLOCK_1X128 = (1, 128)
 
 
 def quantize_operand(
@@ -37,8 +35,7 @@ def quantize_operand(
         rows = x if casts.fuses(x) else _readable_by_rows(x)
         return casts.quantize_dynamic(rows, fmt, cast.policy, (1, 0), both=both)
     if cast.granularity in ("blockwise_1x128", "mx"):
-        block = casts.MX_BLOCK if cast.granularity == "mx" else BLOCK_1X128
-        return casts.quantize_dynamic(_readable_by_rows(x), fmt, cast.policy, block, both=both)
+        return casts.quantize_dynamic(_readable_by_rows(x), fmt, cast.policy, BLOCKS[cast.granularity], both=both)
     return quantize_tensorwise(x, cast, delayed, record=record, both=both)
 
 

@@ -11,19 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from fp8_common.errors import Fp8Error
-from fp8_common.recipe import CastRecipe
+from fp8_common.recipe import BLOCKS, CastRecipe
 from fp8_common.torch import casts
 from fp8_common.torch.blocks import Block, block_amax, broadcasts, scale_shape
 from fp8_common.torch.numerics import amax_bits
 from fp8_common.torch.quantized import Quantized
 
-BLOCKS: dict[str, Block] = {
-    "tensorwise": None,
-    "rowwise": (1, 0),
-    "blockwise_128x128": (128, 128),
-    "mx": casts.MX_BLOCK,
-}
-"""Supported granularities and their blocks, for weights [..., out_features, in_features]."""
+GRANULARITIES = ("tensorwise", "rowwise", "blockwise_128x128", "mx")
+"""Supported granularities of weights [..., out_features, in_features]."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,10 +74,10 @@ class ScaleGrid:
 
     def __post_init__(self) -> None:
         """Derive `block` and `is_mx`."""
-        if self.cast.granularity not in BLOCKS:
+        if self.cast.granularity not in GRANULARITIES:
             raise Fp8Error(
                 f"Weights cannot be cast with {self.cast.scaling} {self.cast.granularity} scaling. Use one of "
-                f"{', '.join(BLOCKS)}."
+                f"{', '.join(GRANULARITIES)}."
             )
         block = BLOCKS[self.cast.granularity]
         if block is None and self.stacked:
