@@ -1,4 +1,4 @@
-"""The matmuls of experts alone, by PyTorch's grouped matmul and by own kernels: a question of `benchmarks.gpu`."""
+"""Matmuls of experts alone, by PyTorch and by own kernels, and their casts: a question of `benchmarks.gpu`."""
 
 import itertools
 from collections.abc import Callable
@@ -17,7 +17,8 @@ from fp8_common.torch_layers.linear.operand import quantize_operand
 def grouped_matmuls(report: Report, argument: str) -> None:
     """Three matmuls of both stacks of experts, by library and own kernels in turns: "EXPERTS WIDTH HIDDEN ROWS".
 
-    Milliseconds of both decide what `fp8_common.hardware.OWN_GROUPED` holds.
+    Milliseconds of both decide what `fp8_common.hardware.OWN_GROUPED` holds. The casts of their inputs by rows and by
+    columns run in one launch and in two.
     """
     count, width, hidden, rows = map(int, argument.split()) if report.on_gpu else (4, 64, 32, 96)
     cuts = torch.randperm(rows, device=report.device)[: count - 1].sort().values
@@ -34,6 +35,11 @@ def grouped_matmuls(report: Report, argument: str) -> None:
     for n, k in ((2 * hidden, width), (width, hidden)):
         x, grad = random(rows, k), random(rows, n)
         cast = partial(groups.quantize, cast=config.input, delayed=None, record=False, both=False)
+        casts = {
+            "one launch": partial(cast, x, both=True),
+            "two launches": lambda x=x, cast=cast: (cast(x), groups.quantize_over_rows(x, config.input)),
+        }
+        report.figure(f"casts of {rows} x {k}, milliseconds", report.timed(casts))
         products = {
             f"rows, {n} x {k}": (groups.matmul, cast(x), stack(n, k)),
             f"rows, {k} x {n}": (groups.matmul, cast(grad), stack(k, n)),

@@ -219,9 +219,9 @@ def test_rows_decide_whether_experts_are_multiplied_in_high_precision():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_rows_per_expert": -1}, "an integer from 0 on, got -1"),
-        ({"min_rows_per_expert": True}, "an integer from 0 on, got True"),
-        ({"min_rows_per_expert": 3.5}, "an integer from 0 on, got 3.5"),
+        ({"min_rows_per_expert": -1}, "a non-negative integer, got -1"),
+        ({"min_rows_per_expert": True}, "a non-negative integer, got True"),
+        ({"min_rows_per_expert": 3.5}, "a non-negative integer, got 3.5"),
         (
             {"min_rows_per_expert": 8, "recipe": "tensorwise_delayed"},
             "cannot be used with delayed scaling of input and grad_output",

@@ -46,7 +46,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class ShardedFloat8Weight(torch.Tensor):
     """High-precision weight, or this rank's shard, that FSDP2 gathers in FP8.
 
-    `convert_to_float8_training` creates it. All operators run on the plain tensor.
+    `convert_to_float8_training` creates it, also for weights that are never sharded; it is exported for `isinstance`
+    alone. All operators run on the plain tensor.
 
     Args:
         plain: Plain tensor, float32, bfloat16 or float16 [rows, columns], or [experts, ...] for stacks. Other code may

@@ -61,7 +61,8 @@ class GatheredWeight(torch.Tensor):
     """A gathered weight as FP8 codes with scales.
 
     FP8 layers read the codes; any other operator gets the dequantized values. Operators that write to the tensor raise
-    RuntimeError. Tensor parallelism also gathers activations and gradients in this form.
+    RuntimeError. Tensor parallelism also gathers activations and gradients in this form. Plugins export the class for
+    `isinstance` alone.
 
     Args:
         codes: float8 [rows, columns], contiguous; or a stack of such matrices.
