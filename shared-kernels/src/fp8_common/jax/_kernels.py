@@ -16,7 +16,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -140,7 +140,7 @@ def _typed_like(aval: Any, shape: tuple[int, ...], dtype: Any) -> ShapedArray:
     return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Sequence[jax.Array]]:
     """Return a compiled function of a primitive, for calls outside of jit.
 

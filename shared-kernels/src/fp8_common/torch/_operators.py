@@ -120,7 +120,7 @@ def policy_key(policy: ScalePolicy) -> str:
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def policy_of_key(key: str) -> ScalePolicy:
     """Return the policy of a string from `policy_key`."""
     # Floats are restored exactly: Python writes the shortest text that reads as the same number.
