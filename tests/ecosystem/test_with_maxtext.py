@@ -3,14 +3,10 @@
 It needs Python 3.12. Session `ecosystem` installs it: the groups `maxtext` and `maxtext-alone` of pyproject.toml.
 """
 
-import os
-
 import pytest
 
 REASON = "MaxText is not installed: it needs Python 3.12, and session `ecosystem` installs it"
 pytest.importorskip("maxtext.layers.pipeline", reason=REASON, exc_type=ImportError)
-# before JAX makes its first array: a pipeline of MaxText has a device for each stage
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
 
 import jax
 import jax.numpy as jnp

@@ -186,7 +186,8 @@ def test_torchtitans_trainer_resumes_runs_with_the_bits_of_uninterrupted_ones(tm
 
 def page_options():
     """Yield the options after `torchtitan.train` of each command of the guide."""
-    for command in re.findall(r"^\$ torchrun .* -m torchtitan\.train (.*)$", PAGE.read_text(), re.MULTILINE):
+    text = PAGE.read_text().replace("\\\n", "")
+    for command in re.findall(r"^\$ torchrun .* -m torchtitan\.train (.*)$", text, re.MULTILINE):
         yield command.replace("--module torchtitan_fp8", "--module examples.torchtitan_fp8").split()
 
 

@@ -175,6 +175,7 @@ def test_fp8_of_accelerate_raises_or_reported(first, monkeypatch):
     float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed: `nox -s ecosystem` installs it")
     own = [accelerate.utils.AORecipeKwargs(config=float8.Float8LinearConfig(emulate=True))]
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier test
     try:
         if first != "the conversion":
             if first == "the launch":

@@ -43,7 +43,7 @@ class Float8Experts(Float8Module):
         """Return down(silu(gate) * up) of each row with its expert's weights.
 
         With the recipe "rowwise" and bfloat16 inputs, this is one autograd function that passes FP8 codes between its
-        matmuls. Otherwise it calls `expert_matmul`, `torch.nn.functional.silu` and `expert_matmul`.
+        matmuls. Otherwise it computes the matmuls of `expert_matmul`, with `torch.nn.functional.silu` between them.
 
         Args:
             up: Name of the weight [experts, 2 * hidden, in_features] with the rows of gate and up, gate first; or the
