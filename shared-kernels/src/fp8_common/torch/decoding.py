@@ -11,7 +11,7 @@ from fp8_common.torch import numerics, rounding
 from fp8_common.torch._operators import operator
 from fp8_common.torch._triton import launch, matrix_of, name_of, plans
 from fp8_common.torch.blocks import Block, scale_shape, split_blocks
-from fp8_common.torch.numerics import as_float32, torch_dtype
+from fp8_common.torch.numerics import as_float32, in_dtype, torch_dtype
 
 values = operator(
     lambda codes, fmt, dtype=torch.float32: codes.new_empty(codes.shape, dtype=dtype),
@@ -63,7 +63,7 @@ def dequantize(
     """
     if block is not None:
         return dequantize(*split_blocks(q, scale_inv, block), fmt, dtype).view(q.shape)
-    return (rounding.values(q, fmt) * as_float32(scale_inv, "scale_inv")).to(dtype)
+    return in_dtype(rounding.values(q, fmt) * as_float32(scale_inv, "scale_inv"), dtype)
 
 
 def _mx_by_kernel(q: torch.Tensor, scales: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
@@ -86,4 +86,4 @@ def dequantize_mx(q: torch.Tensor, scales: torch.Tensor, fmt: Format, dtype: tor
     exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     scale_inv = numerics.scale_inv_of_e8m0(scales.view(torch.uint8)).to(exact)
     values_of_blocks, blocks_inv = split_blocks(rounding.values(q, fmt, exact), scale_inv, MX_BLOCK)
-    return values_of_blocks.mul(blocks_inv).view(q.shape).to(dtype)
+    return in_dtype(values_of_blocks.mul(blocks_inv).view(q.shape), dtype)

@@ -34,6 +34,14 @@ _BITS = {2: (torch.int16, 0x7FFF), 4: (torch.int32, KEY_MASK)}
 # ---------------------------------------------------------------- dtypes
 
 
+def in_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return x in a dtype, without an operator if x has it.
+
+    torch 2.11 compiles an autograd function whose forward ends with a cast that does nothing to zero gradients.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def check_input_dtype(x: torch.Tensor, what: str = "x") -> torch.Tensor:
     """Return `x` if its dtype is supported.
 

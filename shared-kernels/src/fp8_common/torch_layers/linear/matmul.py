@@ -40,6 +40,7 @@ from fp8_common.torch.compat import (
     multiplies_bfloat16,
     scaled_mm,
 )
+from fp8_common.torch.numerics import in_dtype
 from fp8_common.torch.quantized import Quantized
 from fp8_common.torch_layers.linear.group_offsets import transposed_rows
 
@@ -183,7 +184,7 @@ def _matmul_decoded(a: Quantized, b: Quantized, options: MatmulOptions) -> torch
     # Scales are applied afterwards, in float32: decoded values times scales would be rounded before the matmul. On CPUs
     # decoded values are contiguous for any strides of the codes; matmuls of transposed matrices add in another order.
     sums = _multiply(decoding.values(a.codes, a.fmt, exact), decoding.values(b.codes, b.fmt, exact)).float()
-    return scaled(sums, a.scale_inv, b.scale_inv).to(options.out_dtype)
+    return in_dtype(scaled(sums, a.scale_inv, b.scale_inv), options.out_dtype)
 
 
 def decoded_dtype(device: torch.device, out_dtype: torch.dtype) -> torch.dtype:
@@ -210,14 +211,16 @@ def scaled(sums: torch.Tensor, a_inv: torch.Tensor, b_inv: torch.Tensor) -> torc
     if a_inv.ndim == b_inv.ndim == 0:
         return sums * (a_inv * b_inv)
     # `sums` is not changed in place, because selective checkpointing may have saved it.
-    return (sums * a_inv).mul_(b_inv.t() if b_inv.ndim == 2 else b_inv)
+    by_rows, columns_inv = sums * a_inv, b_inv.t() if b_inv.ndim == 2 else b_inv
+    # torch 2.11 compiles a forward that ends with an operator in place to zero gradients, see `in_dtype`
+    return by_rows * columns_inv if torch.compiler.is_compiling() else by_rows.mul_(columns_inv)
 
 
 def _matmul_dequantized(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
     # Dequantized MX values are exact in bfloat16. Others would be rounded there, unless scales are powers of two.
     both_mx = a.block == b.block == casts.MX_BLOCK
     exact = decoded_dtype(a.codes.device, out_dtype) if both_mx else torch.float32
-    return _multiply(_dequantized(a).to(exact), _dequantized(b).to(exact)).to(out_dtype)
+    return in_dtype(_multiply(_dequantized(a).to(exact), _dequantized(b).to(exact)), out_dtype)
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
