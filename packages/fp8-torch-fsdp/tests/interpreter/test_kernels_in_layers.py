@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8_common.torch import _triton
-from fp8_torch_fsdp import dispatch_tokens
+from fp8_torch_fsdp import ExpertLayout, convert_to_float8_training, dispatch_tokens
 from fsdp_models import Experts, converted, seeded, with_delayed
 from fsdp_training import batch
 
@@ -20,6 +20,18 @@ def dense(recipe):
 def experts(recipe):
     stack = converted(Experts(3, up=(48, 64)), recipe)
     return stack, lambda x: stack(x, torch.tensor([17, 17, 38], dtype=torch.int32)), (40, 64)
+
+
+class Swiglu(Experts):
+    def forward(self, x, offsets):
+        return self.grouped_swiglu("gate_up", "down", x, offsets)
+
+
+def gated(recipe):
+    stack = Swiglu(3, dtype=torch.bfloat16, gate_up=(96, 64), down=(64, 48))
+    layout = ExpertLayout(forward=Swiglu.forward, weights=stack.names)
+    convert_to_float8_training(stack, recipe=recipe, experts={Swiglu: layout})
+    return stack, lambda x: stack(x.bfloat16(), torch.tensor([17, 17, 38], dtype=torch.int32)), (40, 64)
 
 
 def dispatched(recipe):
@@ -53,6 +65,7 @@ LAUNCHES = [
     (dense, "blockwise", ["block_both"] * 3),
     (experts, "tensorwise", [*GROUPS, "rowwise", *GROUPS]),
     (experts, "rowwise", ["group_columns", "rowwise_transposed", "group_columns"]),
+    (gated, "rowwise", ["group_columns", "rowwise_transposed", "rowwise_transposed", "group_columns"]),
     (dispatched, "rowwise", CODES),
 ]
 
